@@ -14,6 +14,7 @@ from typing import Any
 from experiments.catalog import PAGES, Entry
 from experiments.former_words import load_renamed
 from experiments.lock_report import render_lock_report
+from experiments.paper_recipes import render_recipes
 from regauge.checkpoints.files import write_bytes
 from regauge.results.findings import Finding, Results, Table
 from regauge.results.report import format_number
@@ -46,8 +47,12 @@ python -m experiments 000/table2 --preset paper --device cuda  # the paper's mod
   trains them on data in `--assets DIR` (or `$REGAUGE_ASSETS`); without image files it uses
   scikit-learn's digits. `paper` uses the paper's models and data: timm's ViT-Base on CIFAR-10, BERT
   and GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in the folder
-  `ADEChallengeData2016` of the assets. An error names any missing file. The `paper` preset has not
-  been run for these pages.
+  `ADEChallengeData2016` of the assets. Data of the hub may be given by path: a folder
+  `OWNER/NAME` or `NAME` of the assets with parquet files, a dataset saved by the datasets library,
+  or the authors' own files (CelebA, IMDB, SNLI, WikiText-2, images by class). An error names any
+  missing file. The `paper` preset has not been run for these pages; tests run it on small
+  stand-ins of these formats. [Its hyper-parameters and their
+  sources](experiments/paper-presets.md).
 - **Cache.** Every training and every test is cached in `$REGAUGE_CACHE`
   (`~/.cache/regauge/experiments`) by the hash of its parameters, data and version. An interrupted
   run resumes, also within a training, and gives the same bits on the same number of threads.
@@ -241,6 +246,7 @@ def build_pages(folder: Path) -> dict[str, str]:
     for name, page in PAGES.items():
         if results.keys() & page.entries.keys():
             pages[f"experiments/{name}.md"] = render_page(name, results)
+    pages["experiments/paper-presets.md"] = render_recipes()
     return pages
 
 

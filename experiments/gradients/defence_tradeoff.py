@@ -433,7 +433,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
     """Measure the leakage of the first update under a recipe: the best attack above the baseline,
     with an interval over updates; patches; labels.
     """
-    model = trained(p, data["weights"]).model
+    model = trained(p, data["weights"], work.device).model
     for q in model.parameters():
         q.requires_grad_(True)
     examples = prepare(p["task"], data["test"])

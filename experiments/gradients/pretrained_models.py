@@ -179,7 +179,7 @@ def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     examples = prepare(p["task"], data["faces"])
     order = np.random.default_rng(0).permutation(len(examples))
     held, used = examples.only(order[: int(p["held"])]), examples.only(order[int(p["held"]) :])
-    model = build(p["model"], 0)
+    model = build(p["model"], 0).to(work.device)
     optimizer = ScheduledOptimizer(
         model.parameters(), OptimizerConfig("adamw", 1e-3, weight_decay=0.05)
     )
@@ -191,7 +191,9 @@ def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     def look(step: int) -> None:
         if step in p["stages"]:
             reached[str(step)] = accuracy(model, held)
-            state.update({f"{step}/{n}": t.detach().clone() for n, t in model.state_dict().items()})
+            state.update(
+                {f"{step}/{n}": t.detach().cpu().clone() for n, t in model.state_dict().items()}
+            )
         model.train()
 
     look(0)
@@ -219,7 +221,12 @@ def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     count = int(p["updates"])
     victims, own = examples.only(order[: count * 8]), examples.only(order[count * 8 :])
     case = GradientCase(
-        model.eval(), victims, own, p["task"]["mean"], p["task"]["std"], updates=count
+        model.to(work.device).eval(),
+        victims,
+        own,
+        p["task"]["mean"],
+        p["task"]["std"],
+        updates=count,
     )
     return _attacked(
         case, p["combination"], [a.name for a in QUICK if a.name != "mask"], int(p["practice"])
@@ -230,7 +237,7 @@ def seen(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
     """Updates of a pretrained ViT with a new head, under one combination, of images at its usual
     size.
     """
-    model = build(p["model"], 0, data["source"].uri).eval()
+    model = build(p["model"], 0, data["source"].uri).to(work.device).eval()
     examples = examples_of(p["task"], data["images"])
     count = int(p["updates"])
     case = GradientCase(
@@ -269,7 +276,7 @@ def _attacked(
 
 def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Updates of MiniLM with a new head, of sentences."""
-    model = build(p["model"], 0, data["source"].uri).eval()
+    model = build(p["model"], 0, data["source"].uri).to(work.device).eval()
     examples = prepare(p["task"], data["texts"], data["tokenizer"].uri)
     case = GradientCase(
         model,

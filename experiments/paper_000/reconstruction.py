@@ -46,6 +46,7 @@ from regauge.audit.split_audit.engine import chance_accuracy
 from regauge.audit.split_audit.victims import make_split_pair
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
+from regauge.defences.gradients import part_parameters
 from regauge.defences.parser import NONE
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips
@@ -326,6 +327,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
         work.device, getattr(torch, recipe.get("dtype", "float32"))
     )
     pair = make_split_pair(model, p["combination"], how, seed=seed)
+    scale_rates(model, recipe)
     pair.train(train, Run(steps, int(recipe["batch"]), seed))
     found = pair.measure(test, int(recipe["batch"]))
     values = {
@@ -339,11 +341,25 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     return Outcome(values, {name: t.cpu() for name, t in pair.state().items()})
 
 
+def scale_rates(model: torch.nn.Module, recipe: Mapping[str, Any]) -> None:
+    """Give the parts in `rates` learning rates of their own, by the scale of their gradients: for
+    SGD without weight decay and clipping that is the same, with momentum too.
+    """
+    rates = recipe.get("rates", {})
+    if rates and (recipe["optimizer"] != "sgd" or recipe.get("decay") or recipe.get("clip")):
+        raise ValueError("rates must be those of sgd without decay and clip")
+    for part, rate in rates.items():
+        factor = rate / recipe["rate"]
+        for name in part_parameters(model, part):
+            model.get_parameter(name).register_hook(lambda grad, f=factor: f * grad)
+
+
 def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Record the features of a defended victim, attack them, and score the reconstructions."""
     plan, seed, batch = p["plan"], int(p["seed"]), int(p["recipe"]["batch"])
     model = build(p["model"], seed, uri_of(data, "source"))
     model.load_state_dict(data["victim"].tensors)
+    model.to(work.device)
     if p.get("bare"):  # the reference implementation adds positions and throws the sum away
         for name, table in model.named_parameters():
             if name.endswith(("position_embeddings", "pos_embed")):
@@ -355,7 +371,8 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeSta
     pair = make_split_pair(model, p["combination"], seed=seed)
     views = collect_views(pair, own, test, batch, seed)
     chosen = next(a for a in ATTACKS if a.name == p["attack"])
-    tried = attempt(chosen, views, Setting(p["combination"], Budget(**plan["budget"]), batch, seed))
+    setting = Setting(p["combination"], Budget(**plan["budget"]), batch, seed, device=work.device)
+    tried = attempt(chosen, views, setting)
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     mean, std = p["tested"]["mean"], p["tested"]["std"]
     true, mine = (denormalize(v, mean, std).clamp(0, 1) for v in (test, own))
@@ -591,6 +608,15 @@ def _curve_claims(case: Case) -> list[Finding]:
 
 
 def _left(lab: Lab) -> tuple[str, ...]:
+    return (*unscored(lab, "F-SIM and LPIPS"), *_own_models(lab))
+
+
+def unscored(lab: Lab, metrics: str) -> tuple[str, ...]:
+    """Return the metrics that are left out because the weights of their network are missing."""
+    return () if (lab.assets / LPIPS).exists() else (f"{metrics}: {LPIPS} is not in the assets",)
+
+
+def _own_models(lab: Lab) -> tuple[str, ...]:
     return (
         ("the paper's own model and data: --preset paper, with CelebA and ViT-B/16 by path",)
         if lab.preset_name != "paper"

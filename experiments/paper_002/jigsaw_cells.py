@@ -109,7 +109,7 @@ def model_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
     """A training of this run: from the cache, or done now."""
     assert subject.train is not None
     parameters = {
-        "model": subject.model,
+        "model": _model(subject, given),
         "task": subject.task,
         "recipe": subject.recipe,
         "seed": trial,
@@ -128,7 +128,11 @@ def model_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
 
 def parameters_with(subject: Subject, given: How) -> dict[str, Any]:
     """What every cell after a training is known by, beside the weights."""
-    return {"model": subject.model, "task": subject.task, "how": _how(subject, given)}
+    return {
+        "model": _model(subject, given),
+        "task": subject.task,
+        "how": _how(subject, given),
+    }
 
 
 def score_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
@@ -164,9 +168,19 @@ SILENT = ("variant", "warmup")
 
 
 def _how(subject: Subject, given: How) -> dict[str, Any]:
-    """Convolutional nets have no patches of their own: theirs are those of the ViT beside them."""
+    """Convolutional nets have no patches of their own: theirs are those of the ViT beside them. The
+    `how` of a subject's plan has further options of every training.
+    """
     patch = subject.tested.get("patch")
-    return {**given, **({"patch": patch} if patch else {})}
+    return {**subject.plan.get("how", {}), **given, **({"patch": patch} if patch else {})}
+
+
+def _model(subject: Subject, given: How) -> dict[str, Any]:
+    """The `plain` of a subject's plan is how its config differs where it is trained without MJP."""
+    plain = subject.plan.get("plain", {}) if given["variant"] == "A" else {}
+    if not plain:
+        return dict(subject.model)
+    return {**subject.model, "config": {**subject.model["config"], **plain}}
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
@@ -355,16 +369,23 @@ def _paper() -> dict[str, Subject]:
         test=From("imagenet/val", size=224),
         train=From("imagenet/train", size=224),
         recipe=recipe,
+        # lambda 0.01 of the sum of both coordinates (Eq. 4), which is 0.02 of their mean
+        plan={"how": {"weight": 0.02, "mlp": "mlp3"}},
         batch=64,
     )
     found = _beside(
         deit,
-        {"patch_size": 4, "depths": [2, 2, 6, 2]},
+        {"patch_size": 4, "depths": [2, 2, 6, 2], "drop_path_rate": 0.2},
         {"layer_type": "bottleneck"} | {"depths": [3, 4, 6, 3]} | _FIFTY,
     )
     return {
         **found,
-        "swin": replace(found["swin"], name="Swin-T"),
+        # plain Swin-T has relative positions only
+        "swin": replace(
+            found["swin"],
+            name="Swin-T",
+            plan={**found["swin"].plan, "plain": {"use_absolute_embeddings": False}},
+        ),
         "resnet": replace(found["resnet"], name="ResNet-50"),
     }
 

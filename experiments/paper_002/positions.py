@@ -38,9 +38,9 @@ Studies = list[Mapping[str, Any]]
 
 def look(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Study the position table of a trained model, and the attention of its CLS token."""
-    wrapped = trained(p, data["weights"])
+    wrapped = trained(p, data["weights"], work.device)
     images = prepare(p["task"], data["test"]).batch(np.arange(LOOKED_AT))[0]["pixel_values"]
-    maps = attention_maps(wrapped, images)
+    maps = attention_maps(wrapped, images.to(work.device))
     found = dict(study_positions(wrapped, umap=p["umap"]))
     found["explained"] = {str(k): v for k, v in found["explained"].items()}
     shown = {

@@ -87,7 +87,7 @@ def _asset() -> AssetPair:
 def _imfeld() -> AssetPair:
     """The two ViTs of Imfeld et al. that the paper merges (width 384, 12 heads, patch 4)."""
     hub = [
-        From("uoft-cs/cifar10", {"image": "img", "label": "label"}, split=split)
+        From("uoft-cs/cifar10", {"image": "img", "label": "label"}, split=split, hub=True)
         for split in ("train", "test")
     ]
     own = [

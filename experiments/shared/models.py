@@ -5,6 +5,7 @@ without its edges, with a wrong key.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,10 +87,7 @@ def fresh(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if "timm" in about:
-            need("timm", "timm")
-            import timm
-
-            return timm.create_model(about["timm"], pretrained=False, num_classes=about["classes"])  # type: ignore[no-any-return]
+            return _of_timm(about, None, pretrained=False)
         need("transformers", "models")
         import transformers
 
@@ -103,14 +101,22 @@ def fresh(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
         return getattr(transformers, about["class"])(config, **about.get("more", {}))  # type: ignore[no-any-return]
 
 
-def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:
+def _of_timm(
+    about: Mapping[str, Any], source: str | None, pretrained: bool = True
+) -> torch.nn.Module:
+    """A model of timm. Its pre-trained weights are those of the hub, or of a local file or folder
+    with model.safetensors.
+    """
     need("timm", "timm")
     import timm
 
-    given = {"pretrained_cfg_overlay": {"file": source}} if source else {}
+    file = None if source is None else Path(source)
+    if file is not None and file.is_dir():
+        file = file / "model.safetensors"
+    given = {"pretrained_cfg_overlay": {"file": str(file)}} if file and pretrained else {}
     try:
         return timm.create_model(  # type: ignore[no-any-return]
-            about["timm"], pretrained=True, num_classes=about["classes"], **given
+            about["timm"], pretrained=pretrained, num_classes=about["classes"], **given
         )
     except Exception as error:  # no network and no such file come as errors of several libraries
         raise _absent(source or about["timm"], error) from error

@@ -14,8 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class From:
-    """Where data come from: a file of the assets or a hub id, which fields, how many rows.
-    `otherwise` stands in for a file that is not there.
+    """Where data come from: a file or folder of the assets, which fields, how many rows.
+
+    `otherwise` stands in for a file that is not there. With `hub` the name is that of a dataset of
+    the hub, which a folder of that name in the assets (`owner/name` or `name`) precedes; no other
+    name is ever looked up there.
     """
 
     uri: str
@@ -26,6 +29,7 @@ class From:
     otherwise: From | None = None
     maps: str | None = None  # a folder of label maps beside a folder of images
     size: int | None = None
+    hub: bool = False
 
 
 @dataclass(frozen=True)
@@ -484,8 +488,8 @@ def _locked(
 
 
 def _paper() -> Preset:
-    """The paper's models and data. Adam 1e-4 for 5 epochs on CIFAR-10, 1e-5 for 2 epochs on IMDB;
-    256 images a batch, as in its code.
+    """The paper's models and data. Adam 1e-4 for 5 epochs on CIFAR-10, 1e-5 for 2 epochs on IMDB,
+    at a fixed rate; 256 images a batch, as in its code.
 
     Where neither text nor code gives a number (batches of text, the recipe on SNLI) it is ours.
     ViT-Adapter is replaced by one linear layer.
@@ -504,18 +508,26 @@ def _paper() -> Preset:
         "ViT-Base",
         {"timm": "vit_base_patch16_224", "classes": 10},
         cifar,
-        test=From("uoft-cs/cifar10", pictures, split="test"),
-        train=From("uoft-cs/cifar10", pictures),
+        test=From("uoft-cs/cifar10", pictures, split="test", hub=True),
+        train=From("uoft-cs/cifar10", pictures, hub=True),
         recipe={
             "optimizer": "adam",
             "rate": 1e-4,
             "batch": 256,
             "epochs": 5,
             "dtype": "float32",
-            "warmup": 0,
+            "schedule": "constant",
         },
         batch=64,
     )
+    scratch = {
+        "optimizer": "adam",
+        "rate": 1e-4,
+        "batch": 64,
+        "epochs": 5,
+        "dtype": "float32",
+        "schedule": "constant",
+    }
     # The paper's ViT-Adapter with UperNet is a model of mmsegmentation; here ViT-Base with one
     # linear layer, trained on the same data.
     dense = Subject(
@@ -532,20 +544,22 @@ def _paper() -> Preset:
             maps="ADEChallengeData2016/annotations/training",
             size=224,
         ),
-        recipe={"optimizer": "adam", "rate": 1e-4, "batch": 64, "epochs": 5, "dtype": "float32"},
+        recipe={**scratch},
         sources=("google/vit-base-patch16-224-in21k",),
         batch=32,
     )
     imdb: dict[str, Any] = {
-        "test": From("stanfordnlp/imdb", {"text": "text", "label": "label"}, split="test"),
-        "train": From("stanfordnlp/imdb", {"text": "text", "label": "label"}),
+        "test": From(
+            "stanfordnlp/imdb", {"text": "text", "label": "label"}, split="test", hub=True
+        ),
+        "train": From("stanfordnlp/imdb", {"text": "text", "label": "label"}, hub=True),
         "recipe": {
             "optimizer": "adam",
             "rate": 1e-5,
             "batch": 8,
             "epochs": 2,
             "dtype": "float32",
-            "warmup": 0,
+            "schedule": "constant",
         },
         "batch": 16,
     }
@@ -592,9 +606,9 @@ def _paper() -> Preset:
             },
         },
         {"kind": "reviews", "classes": 3, "length": 128, "first": 101, "pad": 0},
-        test=From("stanfordnlp/snli", pairs, split="test"),
-        train=From("stanfordnlp/snli", pairs),
-        recipe={"optimizer": "adam", "rate": 1e-4, "batch": 64, "epochs": 5, "dtype": "float32"},
+        test=From("stanfordnlp/snli", pairs, split="test", hub=True),
+        train=From("stanfordnlp/snli", pairs, hub=True),
+        recipe={**scratch},
         tokenizer="google-bert/bert-base-uncased",
     )
     wiki = Subject(
@@ -602,7 +616,11 @@ def _paper() -> Preset:
         {"class": "GPT2LMHeadModel"},
         {"kind": "text", "classes": 50257, "length": 1024},
         test=From(
-            "Salesforce/wikitext", {"text": "text"}, split="test", config="wikitext-2-raw-v1"
+            "Salesforce/wikitext",
+            {"text": "text"},
+            split="test",
+            config="wikitext-2-raw-v1",
+            hub=True,
         ),
         tokenizer="openai-community/gpt2",
         sources=("openai-community/gpt2",),
@@ -620,9 +638,10 @@ def _paper() -> Preset:
         image,
         recipe={
             **(image.recipe or {}),
-            "epochs": 30,
+            "epochs": 200,
+            "schedule": "cosine",
             "warmup": 0.05,
-            "looks": 30,
+            "looks": 40,
             "augment": {"flip": True, "shift": 16},
         },
     )
@@ -634,19 +653,21 @@ def _paper() -> Preset:
         train=replace(wiki.test, split="train"),
         recipe={
             "optimizer": "adam",
-            "rate": 5e-5,
+            "rate": 1e-5,
             "batch": 4,
-            "epochs": 3,
+            "epochs": 1,
             "dtype": "float32",
+            "schedule": "constant",
             "looks": 20,
         },
         **kept,
     )
     # The task of the paper's split learning: the 40 attributes of CelebA, from a ViT-B/16 given by
-    # path (a folder beside the data, or the hub). SGD with a cosine and 60 epochs as in its code;
-    # its attacker: MAE's decoder, AdamW 1.5e-4. The paper does not report noise level and shuffled
-    # share.
-    budget = {"hidden": 512, "depth": 8, "epochs": 50, "patience": 5, "rate": 1.5e-4, "batch": 128}
+    # path (a folder beside the data, or the hub). SGD with a cosine: the head from 0.05, all else
+    # from 5e-4 (the paper ends at 0.4 % of it, here at 0); 60 epochs as in its code. Its attacker:
+    # MAE's decoder, AdamW 1e-4 for 30 epochs, without early stopping. The paper does not report
+    # noise level and shuffled share.
+    budget = {"hidden": 512, "depth": 8, "epochs": 30, "patience": 30, "rate": 1e-4, "batch": 128}
     faces = Subject(
         "CelebA",
         {
@@ -662,10 +683,22 @@ def _paper() -> Preset:
             "attributes": list(CELEBA),
         },
         test=From(
-            "flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}, split="test"
+            "flwrlabs/celeba",
+            {"image": "image", **{name: name for name in CELEBA}},
+            split="test",
+            hub=True,
         ),
-        train=From("flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}),
-        recipe={"optimizer": "sgd", "rate": 5e-4, "momentum": 0.9, "batch": 128, "epochs": 60},
+        train=From(
+            "flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}, hub=True
+        ),
+        recipe={
+            "optimizer": "sgd",
+            "rate": 5e-4,
+            "rates": {"head": 0.05},
+            "momentum": 0.9,
+            "batch": 128,
+            "epochs": 60,
+        },
         sources=("google/vit-base-patch16-224-in21k",),
         tested={"part": [0.5, 1]},
         plan={"attacked": [0.99, 1], "own": [0, 0.1], "budget": budget},

@@ -253,7 +253,7 @@ class Lab:
         return outcome
 
     def open(self, source: From) -> Data:
-        """Open the data of a source: a file of the assets, a hub id, or its substitute."""
+        """Open the data of a source: of the assets, its substitute, or of the hub."""
         key = repr(source)
         if key not in self._opened:
             self._opened[key] = self._open(source)
@@ -264,7 +264,9 @@ class Lab:
         local = source.uri != "digits" and path.exists()
         if source.otherwise is not None and not local:
             return self.open(source.otherwise)
-        if not local and Path(source.uri).suffix:
+        if source.hub:
+            return self._of_hub(source)
+        if not local and source.uri != "digits":
             raise DataError(
                 f"{path} does not exist",
                 hint="set --assets DIR or REGAUGE_ASSETS to the folder that contains it",
@@ -280,6 +282,26 @@ class Lab:
             size=source.size,
         )
         return found.take(source.rows, seed=0)
+
+    def _of_hub(self, source: From) -> Data:
+        """Open a dataset of the hub: from a folder of its name in the assets, or from the hub."""
+        places = [self.assets / source.uri, self.assets / source.uri.rpartition("/")[2]]
+        folder = next((p for p in places if p.is_dir()), None)
+        how: dict[str, Any] = {"split": source.split, "config": source.config, "size": source.size}
+        if folder is None:
+            try:
+                found = open_data(source.uri, fields=dict(source.fields) or None, **how)
+            except DataError as error:
+                hint = f"connect, or put it into {places[0]} as it is distributed"
+                raise DataError(str(error), hint=hint) from error
+            return found.take(source.rows, seed=0)
+        found = open_data(folder, **how)
+        # an ImageFolder has no names of the hub's own, such as "img"
+        fields = {
+            name: found[name if column not in found.fields else column]
+            for name, column in source.fields.items()
+        }
+        return replace(found, fields=fields or found.fields).take(source.rows, seed=0)
 
     def _with_maps(self, source: From) -> Data:
         for folder in (source.uri, str(source.maps)):
@@ -312,6 +334,8 @@ class Lab:
             found["source"] = self.source(
                 subject.sources[trial % len(subject.sources) if subject.recipe is None else 0]
             )
+        elif "timm" in subject.model and (self.assets / "timm" / subject.model["timm"]).exists():
+            found["source"] = self.source(f"timm/{subject.model['timm']}")
         return found
 
     def source(self, uri: str) -> Source:

@@ -115,6 +115,27 @@ def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
     assert error(torch.randn_like(mixed), torch.randn_like(others), False) > 0.9 * floor
 
 
+def test_least_squares_fit_in_memory_at_224_pixels() -> None:
+    """All tokens to all pixels: the matrix between them would take 182 GB."""
+    draw = torch.Generator().manual_seed(0)
+    basis = torch.rand(4, 3, 224, 224, generator=draw)
+    images = torch.einsum("nk,kchw->nchw", torch.randn(14, 4, generator=draw), basis)
+    embed = torch.randn(768, 768, generator=draw) / 768**0.5
+    features = to_patches(images, 16) @ embed
+    features = torch.cat([torch.zeros(14, 1, 768), features], 1)
+    order = torch.randperm(197, generator=draw)  # which the scope of one token cannot undo
+    found = ridge_inversion(
+        PairedImages(features[12:, order], features[:12, order], images[:12], 16),
+        scopes=("image", "both"),
+    )
+    assert float(mse(found.images, images[12:]).max()) < 1e-6 * float(images.var())
+    noise = torch.randn(2, 197, 768, generator=draw)
+    nothing = ridge_inversion(
+        PairedImages(noise, features[:12, order], images[:12], 16), scopes=("image",)
+    )
+    assert float(mse(nothing.images, images[12:]).min()) > 0.1 * float(images.var())
+
+
 def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() -> None:
     embed, true, own = Embedding(VALUES), pictures(24, 2), pictures(300, 1)
     draw = torch.Generator().manual_seed(0)

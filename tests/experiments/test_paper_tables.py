@@ -4,14 +4,18 @@ is noticed; the docs are what was found.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import multiprocessing
 import operator
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +35,17 @@ from experiments.paper_000.permutation import PAPER
 from experiments.paper_002 import accuracy, positions
 from experiments.paper_003 import pair_cells, pair_models
 from experiments.shared import finetune_cells, models, train_cells
-from experiments.shared.presets import PRESETS
+from experiments.shared.presets import PRESETS, From
 from experiments.shared.runner import Lab
 from experiments.split import defence_recipes
 from regauge.checkpoints.resume import ResumeState
-from regauge.data import tasks
+from regauge.data import datasets, tasks
 from regauge.data.tasks import Examples
+from regauge.errors import DataError
 from regauge.matching.barriers import score
 from regauge.models.load import load_model
 from regauge.results.findings import Results, load_results
-from support import forks
+from support import forks, stand_ins
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "clumsy"]
@@ -523,6 +528,35 @@ def test_the_bigram_that_ends_are_compared_with() -> None:
     ) == pytest.approx(true, rel=0.03)
 
 
+def test_a_bigram_of_a_large_vocabulary_fits_in_memory() -> None:
+    """A table of all pairs of 50,257 tokens would take 20 GB; pairs that never occurred count 0."""
+    draw = torch.Generator().manual_seed(0)
+    classes = 50_257
+    windows = torch.randperm(classes, generator=draw)[torch.randint(0, 9, (60, 33), generator=draw)]
+    seen, asked = windows[:50], windows[50:]
+
+    def examples(ids: torch.Tensor) -> Examples:
+        return Examples(len(ids), classes, lambda rows: ({}, ids[rows]), causal=True)
+
+    pairs, firsts, single = Counter[Any](), Counter[int](), Counter(seen.flatten().tolist())
+    for row in seen.tolist():
+        pairs.update(itertools.pairwise(row))
+        firsts.update(row[:-1])
+    nats = [
+        statistics.fmean(
+            -math.log(
+                (pairs[a, b] + k * (single[b] + 1) / (seen.numel() + classes)) / (firsts[a] + k)
+            )
+            for row in asked.tolist()
+            for a, b in itertools.pairwise(row)
+        )
+        for k in (1, 3, 10, 30, 100, 300)
+    ]
+    assert pair_models.bigram(examples(seen), examples(asked)) == pytest.approx(min(nats))
+    strange = pair_models.bigram(examples(seen), examples(asked.flip(0) * 0 + classes - 1))
+    assert strange > min(nats) + 3
+
+
 def test_windows_may_overlap() -> None:
     whole = pair_models.examples(Lab("pico"), "gpt2", "train").batch(np.arange(3))[0]["input_ids"]
     assert whole.shape == (3, 32)
@@ -575,6 +609,31 @@ def test_the_papers_preset_names_what_is_missing(
         f"error: {missing} does not exist on disk, and loading it from the hub failed"
         in capsys.readouterr().err
     )
+
+
+def test_data_of_the_papers_are_given_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a folder that is missing is an error: its name is not tried on the hub."""
+
+    def read_hub(uri: str, *_: Any) -> Any:
+        raise DataError(f"asked the hub for {uri}")
+
+    monkeypatch.setattr(datasets, "_read_hub", read_hub)
+    lab = Lab("paper", assets=tmp_path)
+    tables = lab.preset.tables
+    cifar, imdb = tables["table2"]["image"].test, tables["table4"]["bert"].test
+    with pytest.raises(DataError, match="asked the hub for uoft-cs/cifar10") as caught:
+        lab.open(cifar)
+    assert f"or put it into {tmp_path / 'uoft-cs/cifar10'}" in (caught.value.hint or "")
+    stand_ins.image_folder(tmp_path / "cifar10" / "test", ["airplane", "automobile"], 1, 32, "png")
+    assert lab.open(cifar)["image"].to_array().shape == (2, 32, 32, 3)
+    assert lab.open(cifar)["label"].tolist() == [0, 1]
+    stand_ins.imdb(tmp_path / "stanfordnlp" / "imdb", 4)
+    assert sorted(lab.open(imdb)["label"].tolist()) == [0, 0, 1, 1]
+    for missing in ("imagenet/val", "imagenet-o", "ADEChallengeData2016/images/validation"):
+        with pytest.raises(DataError, match=f"{tmp_path / missing} does not exist"):
+            lab.open(From(missing))
 
 
 def test_images_fall_back_to_digits(tmp_path: Path) -> None:

@@ -303,6 +303,40 @@ def test_invalid_corruptions_are_rejected() -> None:
         corrupt(pictures(32, 32) / 255, "fog", 1)
 
 
+@pytest.mark.parametrize(("length", "sigma", "angle"), [(10, 3, 0.6), (4.5, 2, -2.5), (1, 0.5, 2)])
+def test_blur_along_a_line_is_a_mean_of_shifted_copies(
+    length: float, sigma: float, angle: float
+) -> None:
+    from scipy import ndimage
+
+    from regauge.jigsaw.corruptions import _line_blur
+
+    x = np.random.default_rng(0).random((20, 24, 3))
+    steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
+    weights = np.exp(-0.5 * (steps / sigma) ** 2)
+    copies = [
+        ndimage.shift(x, (t * np.sin(angle), t * np.cos(angle), 0), order=1, mode="nearest")
+        for t in steps
+    ]
+    slow = np.tensordot(weights / weights.sum(), np.stack(copies), 1)
+    assert np.allclose(_line_blur(x, length, sigma, angle), slow)
+    assert not np.allclose(_line_blur(x, length, sigma, angle + 1), slow)
+
+
+def test_corruptions_of_a_part_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of any size, and in any number of threads."""
+    images = np.concatenate([pictures(24, 24), pictures(24, 24)])
+    whole = corrupt(images, "impulse_noise", 3)
+    assert np.array_equal(corrupt(images[1:], "impulse_noise", 3, first=1), whole[1:])
+    assert not np.array_equal(corrupt(images[1:], "impulse_noise", 3), whole[1:])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert np.array_equal(corrupt(images, "impulse_noise", 3), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_errors_are_reported_where_the_reference_has_none() -> None:
     some, none = {"fog": [0.5]}, {"fog": [0.0]}
     (table,), _, missing = report_corruptions({"first": none, "second": some})

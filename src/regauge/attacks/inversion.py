@@ -117,6 +117,7 @@ def decoder_inversion(
     lr: float = 1e-3,
     batch: int = 64,
     seed: int = 0,
+    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> InversionResult:
     """Recover images from features by a decoder trained on pairs.
@@ -147,11 +148,12 @@ def decoder_inversion(
         lr: Learning rate.
         batch: Batch size.
         seed: Random seed.
+        device: The device that trains the decoder. The reconstructions are on that of the images.
         progress: Progress callback, in epochs.
     """
     torch.manual_seed(seed)
     size, channels = view.patch, view.images.shape[1]
-    x, y = view.features.float(), to_patches(view.images.float(), size)
+    x, y = (t.to(device) for t in (view.features.float(), to_patches(view.images.float(), size)))
     mean, scale = x.mean((0, 1)), x.std((0, 1)).clamp(min=1e-6)
     low, high = float(y.min()), float(y.max())
     order = torch.randperm(len(x))
@@ -159,7 +161,7 @@ def decoder_inversion(
     floor = float((y[heldout] - y[train].mean(0)).square().mean())
     model = _Decoder(
         x.shape[1], x.shape[2], y.shape[1], y.shape[2], hidden, depth, in_order, low, high
-    )
+    ).to(device)
     optimizer = ScheduledOptimizer(
         model.parameters(),
         OptimizerConfig("adamw", lr, weight_decay=0.05, betas=(0.9, 0.95), clip=1.0),
@@ -197,9 +199,13 @@ def decoder_inversion(
     model.load_state_dict(best_state)
     with torch.no_grad():
         patches = torch.cat(
-            [model((rows.float() - mean) / scale) for rows in torch.split(view.observed, batch)]
+            [
+                model((rows.to(device).float() - mean) / scale)
+                for rows in torch.split(view.observed, batch)
+            ]
         )
-    return InversionResult(to_images(patches, size, channels), tuple(losses), floor)
+    images = to_images(patches, size, channels).to(view.images.device)
+    return InversionResult(images, tuple(losses), floor)
 
 
 def _train_epoch(

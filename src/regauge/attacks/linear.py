@@ -127,8 +127,8 @@ def _by_token(x: Tensor, y: Tensor) -> Callable[[float], Predict]:
     solve = _solver((x[:, skip:] - x_mean).flatten(0, 1), (y - y_mean).flatten(0, 1))
 
     def fit(penalty: float) -> Predict:
-        weight = solve(penalty)
-        return lambda z: (z[:, skip:] - x_mean) @ weight + y_mean
+        regress = solve(penalty)
+        return lambda z: regress(z[:, skip:] - x_mean) + y_mean
 
     return fit
 
@@ -139,8 +139,8 @@ def _by_image(x: Tensor, y: Tensor) -> Callable[[float], Predict]:
     solve = _solver((x - x_mean).flatten(1), (y - y_mean).flatten(1))
 
     def fit(penalty: float) -> Predict:
-        weight = solve(penalty)
-        return lambda z: ((z - x_mean).flatten(1) @ weight).view(len(z), *y.shape[1:]) + y_mean
+        regress = solve(penalty)
+        return lambda z: regress((z - x_mean).flatten(1)).view(len(z), *y.shape[1:]) + y_mean
 
     return fit
 
@@ -167,18 +167,23 @@ def _random_features(x: Tensor, count: int = 1536) -> Callable[[Tensor], Tensor]
     return features
 
 
-def _solver(a: Tensor, b: Tensor) -> Callable[[float], Tensor]:
-    """Return ridge regression weights as a function of the penalty, from one eigendecomposition of
-    rows or columns, whichever are fewer.
+def _solver(a: Tensor, b: Tensor) -> Callable[[float], Predict]:
+    """Return ridge regression as a function of the penalty, from one eigendecomposition of rows or
+    columns, whichever are fewer.
+
+    With fewer rows than columns the weights, [columns, values], are never formed: for the tokens of
+    224 pixels they would take 182 GB.
     """
     is_wide = a.shape[1] > a.shape[0]
     values, vectors = torch.linalg.eigh(a @ a.T if is_wide else a.T @ a)
     values, size = values.clamp(min=0), float(values.mean()) + 1e-300
     projected = vectors.T @ (b if is_wide else a.T @ b)
 
-    def solve(penalty: float) -> Tensor:
-        inner = vectors @ (projected / (values + penalty * size)[:, None])
-        out: Tensor = a.T @ inner if is_wide else inner
-        return out
+    def solve(penalty: float) -> Predict:
+        shrunk = values + penalty * size
+        if is_wide:
+            return lambda z: z @ a.T @ vectors / shrunk @ projected
+        weight = vectors @ (projected / shrunk[:, None])
+        return lambda z: z @ weight
 
     return solve

@@ -4,6 +4,7 @@
     open_data("mnist.npz", fields={"image": "X_train", "label": "y_train"})
     open_data("reviews.parquet")                 # also .tsv, .csv, .jsonl, .txt
     open_data("photos/")                         # a folder per class, or images alone
+    open_data("celeba/", split="test")           # a dataset as it is distributed: `layouts`
     open_data("stanfordnlp/imdb", split="test")  # a dataset of the hub, as parquet
 
 `fields` maps the names that you want to those in the source; text, image and label are included
@@ -30,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from regauge.checkpoints.archives import open_archive
-from regauge.checkpoints.files import format_bytes
+from regauge.checkpoints.environment import default_cache
+from regauge.checkpoints.files import format_bytes, write_bytes
 from regauge.data.parquet import Chunk, count_pages, read_chunks
 from regauge.errors import CheckpointError, DataError, Hint, RegaugeError, need
 
@@ -43,6 +45,7 @@ MAX_PIXELS = 100_000_000  # pixels of one image
 MAX_RATIO, SPARE = 32, 1 << 28
 # Values of a small parquet file: columns of one repeated value take almost no space.
 MAX_VALUES = 1 << 25
+LARGE = 1 << 30  # bytes of a folder whose digest is stored
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
@@ -157,11 +160,19 @@ def _too_large(label: str, size: str) -> DataError:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A dataset: fields of equal length by name, and the digest of their source."""
+    """A dataset: fields of equal length by name, and the digest of their source.
+
+    Attributes:
+        name: The name in messages.
+        fields: The fields by name.
+        digest: The digest of the source.
+        folders: The class folders that labels number, if the source is a folder of images.
+    """
 
     name: str
     fields: Mapping[str, Any]
     digest: str
+    folders: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -194,7 +205,8 @@ class Data:
         return Data(
             self.name,
             {k: _take_rows(v, rows) for k, v in self.fields.items()},
-            _digest(self.digest.encode(), f"take {n} {seed}".encode()),
+            digest_parts(self.digest.encode(), f"take {n} {seed}".encode()),
+            self.folders,
         )
 
 
@@ -212,7 +224,7 @@ def open_data(
         uri: A file, a folder of images, a dataset of the hub (`owner/name`), or "digits".
         fields: From the names that you want to those in the source. By default all fields keep
             their names.
-        split: The split of a dataset of the hub, or of digits.
+        split: The split of a dataset of the hub, of a folder with several, or of digits.
         config: The config of a dataset of the hub, if it has several.
         size: Resize images to this height and width.
 
@@ -223,11 +235,13 @@ def open_data(
     if str(uri) == "digits":
         columns, digest = _read_digits(split)
     elif path.is_dir():
-        columns, digest = _read_folder(path, size)
+        from regauge.data.layouts import read_layout
+
+        columns, digest = read_layout(path, split, config, size) or read_image_folder(path, size)
     elif path.is_file():
-        raw = _read_bytes(path)
-        columns, digest = _find_reader(path)(raw, path, size), _digest(raw)
-    elif str(uri).count("/") == 1 and not path.suffix and not str(uri).startswith((".", "/", "~")):
+        raw = read_bytes(path)
+        columns, digest = read_file(raw, path, size), digest_parts(raw)
+    elif _is_hub_id(str(uri)):
         columns, digest = _read_hub(str(uri), config, split, size)
     else:
         raise DataError(
@@ -235,6 +249,7 @@ def open_data(
             hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id "
             "(owner/name), or digits",
         )
+    folders = tuple(sorted(set(columns["class"]))) if _is_by_class(columns) else ()
     if fields is not None:
         source_data = Data(str(uri), columns, "")
         renamed = {name: source_data[source] for name, source in fields.items()}
@@ -260,12 +275,37 @@ def open_data(
                 cli="choose fields of one length with --field NAME=COLUMN",
             ),
         )
-    return Data(path.name, columns, _digest(digest.encode(), json.dumps([fields, size]).encode()))
+    digest = digest_parts(digest.encode(), json.dumps([fields, size]).encode())
+    return Data(path.name, columns, digest, folders)
+
+
+def _is_by_class(columns: Mapping[str, Any]) -> bool:
+    """Return whether images were read from class folders."""
+    images = columns.get("image")
+    is_read = isinstance(images, EncodedImages) and isinstance(images.sources[0], Path)
+    return is_read and {"label", "class"} <= columns.keys()
+
+
+def _is_hub_id(uri: str) -> bool:
+    """Return whether the name of data that do not exist is `owner/name` of the hub.
+
+    A name in a folder that exists is local: a typo in it must not load a stranger's data.
+    """
+    path = Path(uri)
+    return (
+        uri.count("/") == 1
+        and not path.suffix
+        and not uri.startswith((".", "/", "~"))
+        and not path.parent.exists()
+    )
 
 
 def text_of(data: Data, field: str = "text") -> str:
-    """Join the lines of a text file into its exact text."""
-    return "\n".join(data[field])
+    """Join the lines of a text file into its exact text.
+
+    Rows of the hub's WikiText end with a newline of their own.
+    """
+    return "\n".join(line.removesuffix("\n") for line in data[field])
 
 
 def _read_npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
@@ -329,14 +369,12 @@ def _read_parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes})
     )
     return {
-        name: _convert_column(
-            [v for chunk in table[name].chunks for v in _arrow_values(chunk)], size
-        )
+        name: convert_column([v for chunk in table[name].chunks for v in arrow_values(chunk)], size)
         for name in table.column_names
     }
 
 
-def _arrow_values(array: Any) -> list[Any]:
+def arrow_values(array: Any) -> list[Any]:
     """Return the values of an Arrow array. Dictionary-encoded values are shared objects, so that
     repeated ones take no extra memory.
     """
@@ -346,13 +384,13 @@ def _arrow_values(array: Any) -> list[Any]:
         stored = array.dictionary.to_pylist()
         return [None if i is None else stored[i] for i in array.indices.to_pylist()]
     if pa.types.is_struct(array.type):
-        columns = {field.name: _arrow_values(array.field(i)) for i, field in enumerate(array.type)}
+        columns = {field.name: arrow_values(array.field(i)) for i, field in enumerate(array.type)}
         return [
             {name: column[i] for name, column in columns.items()} if valid else None
             for i, valid in enumerate(array.is_valid().to_pylist())
         ]
     if pa.types.is_list(array.type):
-        items, ends = _arrow_values(array.values), array.offsets.to_pylist()
+        items, ends = arrow_values(array.values), array.offsets.to_pylist()
         return [
             items[ends[i] : ends[i + 1]] if valid else None
             for i, valid in enumerate(array.is_valid().to_pylist())
@@ -409,7 +447,7 @@ def _read_jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
             raise ValueError(f"object {number} has other fields than the first")
     return {
-        name: _convert_column([row[name] for row in rows], size)
+        name: convert_column([row[name] for row in rows], size)
         for name in (rows[0] if rows else ())
     }
 
@@ -428,41 +466,38 @@ READERS: dict[str, Callable[[bytes, Path, Size | None], dict[str, Any]]] = {
 }
 
 
-def _find_reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
+def read_file(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+    """Read the bytes of a file by the suffix of its path."""
     read = READERS.get(path.suffix)
     if read is None:
         raise DataError(
             f'the suffix of {path} must be one of {", ".join(READERS)}, got "{path.suffix}"',
             hint="convert the file; images are read from a folder",
         )
-
-    def read_with_errors(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-        try:
-            return read(raw, path, size)
-        except RegaugeError:
-            raise
-        # numpy, pyarrow and zipfile raise errors of many types for files of other formats
-        except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise DataError(
-                f"{path} cannot be read as {path.suffix}: {reason}",
-                hint="the suffix determines the format; check that it is right",
-            ) from error
-
-    return read_with_errors
+    try:
+        return read(raw, path, size)
+    except RegaugeError:
+        raise
+    # numpy, pyarrow and zipfile raise errors of many types for files of other formats
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{path} cannot be read as {path.suffix}: {reason}",
+            hint="the suffix determines the format; check that it is right",
+        ) from error
 
 
-def _read_folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
+def read_image_folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
     """Read images in one folder per class, or without classes.
 
     The field "name" contains the file names, by which label maps are matched to their images.
     """
     # Hidden folders, such as .ipynb_checkpoints, are not classes.
     classes = sorted(
-        p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _list_images(p)
+        p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and list_images(p)
     )
-    images = [(p, i) for i, folder in enumerate(classes) for p in _list_images(folder)] or [
-        (p, 0) for p in _list_images(path)
+    images = [(p, i) for i, folder in enumerate(classes) for p in list_images(folder)] or [
+        (p, 0) for p in list_images(path)
     ]
     if not images:
         raise DataError(
@@ -470,19 +505,43 @@ def _read_folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
             hint="give a folder per class, or a folder of images; their suffixes must be one of "
             f"{', '.join(IMAGE_SUFFIXES)}",
         )
-    digest = hashlib.sha256()
-    for p, _ in images:
-        digest.update(_digest(str(p.relative_to(path)).encode(), _read_bytes(p)).encode())
+    digest = digest_files(path, [p for p, _ in images])
     encoded = EncodedImages(tuple(p for p, _ in images), size)
     labels = (
         {"label": np.array([i for _, i in images]), "class": [classes[i].name for _, i in images]}
         if classes
         else {}
     )
-    return {"image": encoded, "name": [p.stem for p, _ in images], **labels}, digest.hexdigest()
+    return {"image": encoded, "name": [p.stem for p, _ in images], **labels}, digest
 
 
-def _list_images(folder: Path) -> list[Path]:
+def digest_files(root: Path, paths: Sequence[Path]) -> str:
+    """Return the SHA-256 of files and of their paths below a folder.
+
+    Reading 140 GB (ImageNet) takes as long as an epoch: of more than `LARGE` bytes, the digest is
+    stored in the cache by the path, size and time of every file, and computed once.
+    """
+    stats = [p.stat() for p in paths]
+    stored = None
+    if sum(s.st_size for s in stats) > LARGE:
+        known = (
+            f"{p.resolve()}\0{s.st_size}\0{s.st_mtime_ns}".encode()
+            for p, s in zip(paths, stats, strict=True)
+        )
+        stored = default_cache() / f"digest-{digest_parts(*known)[:40]}.txt"
+        if stored.is_file() and re.fullmatch("[0-9a-f]{64}", found := stored.read_text().strip()):
+            return found
+    digest = hashlib.sha256()
+    for p in paths:
+        digest.update(digest_parts(str(p.relative_to(root)).encode(), read_bytes(p)).encode())
+    if stored is not None:
+        with contextlib.suppress(OSError, RegaugeError):  # a cache that cannot be written
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(stored, digest.hexdigest().encode())
+    return digest.hexdigest()
+
+
+def list_images(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
 
 
@@ -502,7 +561,7 @@ def _read_digits(split: str) -> tuple[dict[str, Any], str]:
     )
     rows = slice(0, 1440) if split == "train" else slice(1440, None)
     images, labels = images[rows], labels[rows]
-    return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
+    return {"image": images, "label": labels}, digest_parts(images.tobytes(), labels.tobytes())
 
 
 def _read_hub(
@@ -546,12 +605,14 @@ def _read_hub(
             f"{uri} does not exist on disk, and loading it from the hub failed: {reason}",
             hint="give a path, or connect to the hub; gated data need HF_TOKEN",
         ) from error
-    raws = [_read_bytes(p) for p in paths]
-    parts = [_find_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
-    return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
+    raws = [read_bytes(p) for p in paths]
+    parts = [read_file(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
+    return {name: concatenate([part[name] for part in parts]) for name in parts[0]}, digest_parts(
+        *raws
+    )
 
 
-def _convert_column(values: list[Any], size: Size | None) -> Any:
+def convert_column(values: list[Any], size: Size | None) -> Any:
     """Convert a column to an array of numbers, encoded images, or a list of texts."""
     # The hub stores images as {"bytes": ..., "path": ...}.
     if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):
@@ -582,7 +643,7 @@ def _parse_numbers(texts: list[str]) -> Any:
     return texts
 
 
-def _concatenate(parts: list[Any]) -> Any:
+def concatenate(parts: list[Any]) -> Any:
     if isinstance(parts[0], EncodedImages):
         return replace(parts[0], sources=tuple(s for p in parts for s in p.sources))
     return (
@@ -598,14 +659,14 @@ def _take_rows(values: Any, rows: Any) -> Any:
     return values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows]
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _digest(*parts: bytes) -> str:
+def digest_parts(*parts: bytes) -> str:
     """Return the SHA-256 of byte strings, each preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:

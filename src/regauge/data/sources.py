@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class DataSource:
         *,
         labelled: bool = True,
         data: Data | None = None,
+        folders: Sequence[str] = (),
     ) -> tuple[Examples, dict[str, Any]]:
         """Return the examples as inputs of a model, and its task.
 
@@ -83,6 +85,7 @@ class DataSource:
             beside: the checkpoint of the model, or a folder with its tokenizer or preprocessor.
             labelled: require labels.
             data: the dataset, if it was opened before.
+            folders: the class folders, in order, of data that have all classes of the model.
         """
         from regauge.data.tasks import read_examples
 
@@ -99,6 +102,7 @@ class DataSource:
             std=list(self.std) or None,
             labelled=labelled,
             attributes=self.attributes,
+            folders=folders,
         )
 
 

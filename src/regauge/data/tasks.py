@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from regauge.checkpoints.documents import load_json
+from regauge.data.class_names import labels_of, number_folders, renumber
 from regauge.data.datasets import Data, EncodedImages, text_of
 from regauge.data.tokenizers import decode as decode
 from regauge.data.tokenizers import encode as encode
@@ -130,7 +131,8 @@ def _image_examples(task: Parameters, data: Data) -> Examples:
     """Prepare image classification.
 
     `mean` and `std` are per channel, of values in [0, 1]. `size` (one number, or height and width)
-    resizes every image. Labels that are words are numbered by their place in `names`. `attributes`
+    resizes every image. Labels that are words are numbered by their place in `names`; `folders` has
+    the numbers of class folders, which otherwise must be all classes in their order. `attributes`
     are fields of binary labels (1; 0 or -1): each image then has all of them as its label, as it
     has if the labels are rows of such numbers.
     """
@@ -153,6 +155,8 @@ def _load_labels(task: Parameters, data: Data) -> Any:
     if task.get("attributes"):
         return np.stack([np.asarray(data[name]).astype(np.int64) for name in task["attributes"]], 1)
     labels = np.asarray(data["label"])
+    if data.folders and labels.dtype.kind not in "US":
+        return renumber(labels, data.folders, int(task["classes"]), task.get("folders"))
     if labels.dtype.kind in "US":
         number = {name: i for i, name in enumerate(task.get("names", ()))}
         unknown = sorted(set(labels.tolist()) - number.keys())
@@ -407,6 +411,7 @@ def task_of(
     std: Sequence[float] | None = None,
     labelled: bool = True,
     attributes: Sequence[str] = (),
+    folders: Sequence[str] = (),
 ) -> tuple[dict[str, Any], Path | str | None]:
     """Infer the task of a model on data from its class and config.
 
@@ -423,6 +428,8 @@ def task_of(
         std: The standard deviation of the images per channel.
         labelled: Whether a loss is needed. Without, any model will do and labels are not read.
         attributes: Fields of binary labels.
+        folders: The class folders, in order, of data that have all classes of the model, for data
+            that have some of them.
 
     Returns:
         The task's parameters, and the tokenizer for texts.
@@ -463,6 +470,11 @@ def task_of(
         if labelled and np.asarray(data["label"]).dtype.kind in "US":
             id2label = getattr(config, "id2label", None) or {}
             return task | {"names": [str(id2label[i]) for i in sorted(id2label)]}, None
+        if labelled and data.folders:
+            numbers = number_folders(
+                data.folders, int(classes or 0), labels_of(module), folders, data.name
+            )
+            return task | ({} if numbers is None else {"folders": numbers}), None
         if labelled:
             _require_labels(data, int(classes or 0))
             _require_all_labels(data)

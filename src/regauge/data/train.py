@@ -29,6 +29,7 @@ from regauge.checkpoints.resume import ResumeState
 from regauge.data.augment import augment_images, mix_images
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples, logits_and_extra_loss, loss_of
+from regauge.errors import TrainingError
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
@@ -164,10 +165,11 @@ def train_model(
         model: The model.
         examples: The training examples.
         recipe: `optimizer` with its learning rate `rate` (and `more` options of `OptimizerConfig`),
-            `batch` (size), `epochs` or `steps`, `dtype`; optionally `warmup` (fraction of the
-            steps), `clip` (largest gradient norm), `augment` (see `regauge.data.augment`),
-            `autocast` (the dtype of matrix products, "bfloat16"; weights keep `dtype`) and `looks`
-            (number of evaluations).
+            `batch` (size), `epochs` or `steps`, `dtype`; optionally `schedule` ("cosine", the
+            default, or "constant"), `warmup` (fraction of the steps; by default 0.1 of a cosine),
+            `clip` (largest gradient norm), `augment` (see `regauge.data.augment`), `autocast` (the
+            dtype of matrix products, "bfloat16"; weights keep `dtype`) and `looks` (number of
+            evaluations).
         seed: The seed of batches, augmentation and dropout.
         work: The store of an interrupted run's state, and the device.
         evaluate: Called before the first step and `looks` times after it.
@@ -291,6 +293,18 @@ def _build_optimizer(model: torch.nn.Module, recipe: Parameters, total: int) -> 
         clip=recipe.get("clip", 0.0),
         **{**options, **recipe.get("more", {})},
     )
+    schedule = recipe.get("schedule", "cosine")
+    if schedule not in ("cosine", "constant"):
+        raise TrainingError(
+            f'schedule must be "cosine" or "constant", got "{schedule}"', hint="or leave it out"
+        )
+    if schedule == "constant":
+        rising = round(recipe.get("warmup", 0.0) * total)
+        return ScheduledOptimizer(
+            model.parameters(),
+            config,
+            lambda step: float(recipe["rate"] * min(1.0, (step + 1) / max(1, rising))),
+        )
     warmup_steps = max(1, round(recipe.get("warmup", 0.1) * total))
     # not the config's schedule, which rounds otherwise: stored results hold these learning rates
     return ScheduledOptimizer(

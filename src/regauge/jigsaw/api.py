@@ -516,7 +516,8 @@ def study(
             them (100 by default).
         corruptions: Measure errors under the corruptions of ImageNet-C too; mCE is relative to the
             first model.
-        hard: Hard images with labels, as ImageNet-A: accuracy and AURRA.
+        hard: Hard images with labels, as ImageNet-A: accuracy and AURRA. Class folders are found
+            by the names of the model's classes, or among those of `data`.
         outside: Out-of-distribution images, as ImageNet-O: AUPR against `data`.
         umap: Also project positions with UMAP.
         patch: The patch size of models without patches; by default that of the others, or 16.
@@ -604,7 +605,8 @@ def study(
     if hard is not None:
         scores = {}
         for name, (wrapped, folder) in loaded.items():
-            examples = sample_examples(_read(hard, wrapped.model, folder)[0], hard, seed)
+            read, _ = _read(hard, wrapped.model, folder, folders=_class_folders(data))
+            examples = sample_examples(read, hard, seed)
             confidence, correct = score_predictions(wrapped.unwrap(), examples, batch_size)
             scores[name] = float(correct.mean()), aurra(confidence, correct), len(correct)
         tables = (*tables, figures.tabulate_hard_images(scores))
@@ -669,11 +671,19 @@ def _read(
     *,
     split: str = "test",
     labelled: bool = True,
+    folders: Sequence[str] = (),
 ) -> tuple[Examples, dict[str, Any]]:
     """Return data as examples for a model, and their task, which is empty for examples."""
     if isinstance(data, Examples):
         return data, {}
-    return source_of(data, split).read(module, folder, labelled=labelled)
+    return source_of(data, split).read(module, folder, labelled=labelled, folders=folders)
+
+
+def _class_folders(data: DataInput | None) -> list[str]:
+    """Return the class folders of data, by which those of other data are numbered; maybe none."""
+    if data is None or isinstance(data, Examples):
+        return []
+    return list(source_of(data).open().folders)
 
 
 def _read_test(

@@ -11,10 +11,13 @@ calls an external tool: the errors of these two are not comparable with publishe
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import ndimage
 
 from regauge.errors import JigsawError, need
@@ -24,7 +27,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 REFERENCE_SIDE = 224
 
 
-def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
+def corrupt(images: Any, name: str, severity: int, *, seed: int = 0, first: int = 0) -> Any:
     """Return corrupted copies of images.
 
     Args:
@@ -33,6 +36,7 @@ def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
         severity: From 1 to 5.
         seed: The random seed. Each image has its own random numbers, from the seed, its index, the
             corruption and the severity.
+        first: The index of the first image, of a part of a dataset.
 
     Raises:
         JigsawError: The corruption or the severity is unknown, or images are of another type.
@@ -49,10 +53,16 @@ def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
         )
     number = list(CORRUPTIONS).index(name)
     out = np.empty_like(images)
-    for i, image in enumerate(images):
-        rng = np.random.default_rng([seed, i, number, severity])
-        corrupted = CORRUPTIONS[name](image.astype(np.float64) / 255, severity - 1, rng)
+
+    def change(i: int) -> None:
+        rng = np.random.default_rng([seed, first + i, number, severity])
+        corrupted = CORRUPTIONS[name](images[i].astype(np.float64) / 255, severity - 1, rng)
         out[i] = np.rint(np.clip(corrupted, 0, 1) * 255)
+
+    # numpy and ndimage release the interpreter's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(change, range(len(images))):
+            pass
     return out
 
 
@@ -242,11 +252,24 @@ def _line_blur(x: Any, length: float, sigma: float, angle: float) -> Any:
     """Blur along a line: average shifted copies, weighted by half a Gaussian."""
     steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
-    copies = [
-        ndimage.shift(x, (t * np.sin(angle), t * np.cos(angle), 0), order=1, mode="nearest")
-        for t in steps
-    ]
-    return np.tensordot(weights / weights.sum(), np.stack(copies), 1)
+    weights /= weights.sum()
+    # Interpolated copies share pixels: the weight of each whole shift is added up first.
+    shifts: dict[tuple[int, int], float] = {}
+    for step, weight in zip(steps, weights, strict=True):
+        places = []
+        for at in (step * np.sin(angle), step * np.cos(angle)):
+            below = int(np.floor(at))
+            places.append(((below, 1 - (at - below)), (below + 1, at - below)))
+        for (row, a), (column, b) in itertools.product(*places):
+            shifts[row, column] = shifts.get((row, column), 0.0) + weight * a * b
+    reach = int(np.ceil(length)) + 1
+    padded = np.pad(x, ((reach, reach), (reach, reach), (0, 0)), mode="edge")
+    h, w = x.shape[:2]
+    out = np.zeros_like(x)
+    for (row, column), weight in shifts.items():
+        if weight:
+            out += weight * padded[reach - row :, reach - column :][:h, :w]
+    return out
 
 
 def _zoom(x: Any, factor: float) -> Any:

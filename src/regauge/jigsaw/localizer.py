@@ -2,7 +2,7 @@
 
 The loss is the mean absolute difference to (row, column), counted from 0, over the positions that
 keep their embedding. The paper's equation (4) adds the two coordinates, its code takes their mean;
-this is the mean, half of the sum.
+this is the mean, half of the sum: lambda times equation (4) is a weight of 2 lambda here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from regauge.errors import JigsawError
 from regauge.jigsaw.masks import Grid
 
 Tensor = torch.Tensor
-Kind = Literal["pca", "linear", "mlp"]
+Kind = Literal["pca", "linear", "mlp", "mlp3"]
 
 
 class Localizer(torch.nn.Module):
     """A regression of positions from their embeddings.
 
         linear  one linear layer (the paper's LN)
-        mlp     linear, ReLU, linear, as in the reference's code (NLN; the paper's text has three
-                layers)
+        mlp     linear, ReLU, linear, as in the reference's code (NLN)
+        mlp3    three linear layers with ReLU between, as in the paper's text (NLN)
         pca     the two leading directions of the unmasked embeddings, without parameters
 
-    As in the reference, no gradient flows through the directions of `pca`. The reference's
-    decomposition is randomized, with arbitrary signs; this one is exact, and the largest entry of
+    No gradient flows through the directions of `pca`; in the reference it flows through its
+    randomized decomposition, whose signs are arbitrary. This one is exact, and the largest entry of
     a direction is positive. Among equally strong directions the choice is the library's.
     """
 
@@ -36,7 +36,7 @@ class Localizer(torch.nn.Module):
     def __init__(self, kind: Kind, width: int, grid: Grid) -> None:
         super().__init__()
         if kind not in get_args(Kind):
-            raise JigsawError(f'unknown localization "{kind}"', hint="pca, linear or mlp")
+            raise JigsawError(f'unknown localization "{kind}"', hint="pca, linear, mlp or mlp3")
         if kind == "pca" and min(width, grid[0] * grid[1]) < 2:
             raise JigsawError(
                 "pca needs at least 2 positions of width 2, got "
@@ -49,6 +49,14 @@ class Localizer(torch.nn.Module):
             "linear": lambda: torch.nn.Linear(width, 2),
             "mlp": lambda: torch.nn.Sequential(
                 torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+            ),
+            "mlp3": lambda: torch.nn.Sequential(
+                *(
+                    layer
+                    for _ in range(2)
+                    for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())
+                ),
+                torch.nn.Linear(width, 2),
             ),
         }
         self.project = layers[kind]()

@@ -17,6 +17,7 @@ from regauge.data.tasks import Examples, conform_images, prepare
 from regauge.errors import JigsawError, need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 
+PART = 1024  # images that are in memory at once
 Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severity
 
 
@@ -95,27 +96,30 @@ def evaluate_corruptions(
         progress: Called before each corruption.
     """
     data = conform_images(task, data)
-    pixels = (
-        data["image"].to_array()
-        if isinstance(data["image"], EncodedImages)
-        else np.asarray(data["image"])
-    )
-    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
-    errors: dict[str, list[float]] = {}
-    for number, name in enumerate(CORRUPTIONS):
-        if progress is not None:
-            progress(number, len(CORRUPTIONS), name)
-        errors[name] = []
-        for severity in SEVERITIES:
-            images = corrupt(pixels, name, severity)
-            fields = {
-                "image": images if images.shape[-1] == 3 else images[..., 0],
-                "label": data["label"],
-            }
-            examples = prepare(task, Data(data.name, fields, ""))
-            _, correct = score_predictions(model, examples, batch)
-            errors[name].append(float(1 - correct.mean()))
-    return errors
+    count, right = len(data), {name: [0.0] * len(SEVERITIES) for name in CORRUPTIONS}
+    parts = range(0, max(count, 1), PART)
+    for part, start in enumerate(parts):
+        rows = range(start, min(start + PART, count))
+        images = data["image"]
+        pixels = (
+            images.to_array(rows)
+            if isinstance(images, EncodedImages)
+            else np.asarray(images[rows.start : rows.stop])
+        )
+        pixels = pixels if pixels.ndim == 4 else pixels[..., None]
+        labels = data["label"][rows.start : rows.stop]
+        for number, name in enumerate(CORRUPTIONS):
+            if progress is not None:
+                progress(part * len(CORRUPTIONS) + number, len(parts) * len(CORRUPTIONS), name)
+            for i, severity in enumerate(SEVERITIES):
+                changed = corrupt(pixels, name, severity, first=start)
+                fields = {
+                    "image": changed if changed.shape[-1] == 3 else changed[..., 0],
+                    "label": labels,
+                }
+                examples = prepare(task, Data(data.name, fields, "", data.folders))
+                right[name][i] += float(score_predictions(model, examples, batch)[1].sum())
+    return {name: [1 - r / count for r in values] for name, values in right.items()}
 
 
 def score_predictions(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -440,7 +441,8 @@ def wrap(model: torch.nn.Module, options: Mapping[str, Any], total: int, seed: i
     Args:
         model: The image model.
         options: Options of `MaskedJigsaw`, with `warmup` as a share of `total`. Also understood:
-            `schedule: "reference"` (of lambda), and `ramp: true` or `until: share` (of the ratio).
+            `schedule: "reference"` (of lambda), `ramp: true` or `until: share` (of the ratio), and
+            `mlp: "mlp3"` (the regression of variants that have an MLP).
         total: The number of steps.
         seed: The random seed.
 
@@ -448,6 +450,11 @@ def wrap(model: torch.nn.Module, options: Mapping[str, Any], total: int, seed: i
         JigsawError: An option is invalid.
     """
     remaining = dict(options)
+    mlp = remaining.pop("mlp", None)
+    if mlp is not None:
+        variant = resolve_variant(remaining["variant"])
+        if variant.localize == "mlp":
+            remaining["variant"] = replace(variant, localize=mlp)
     warmup = round(remaining.pop("warmup", 0.0) * total)
     weight_schedule = remaining.pop("schedule", None)
     if weight_schedule not in (None, "reference"):

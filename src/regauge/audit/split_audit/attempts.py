@@ -79,6 +79,7 @@ class Setting:
     batch: int = 50
     seed: int = 0
     progress: Progress | None = None
+    device: str | torch.device = "cpu"  # that decoders are trained on
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,7 @@ def _decode(view: PairedImages, setting: Setting, in_order: bool = True) -> Inve
         view,
         in_order=in_order,
         seed=setting.seed,
+        device=setting.device,
         progress=setting.progress,
         **setting.budget.decoder_options(),
     )
@@ -330,7 +332,7 @@ def _build_public_view(
     layer = _patch_layer(model)
     if layer is None:
         return None
-    parameters = {name.rpartition(".")[2]: p.detach() for name, p in model.named_parameters()}
+    parameters = {name.rpartition(".")[2]: p.detach().cpu() for name, p in model.named_parameters()}
     table = next(
         (parameters[n] for n in ("position_embeddings", "pos_embed") if n in parameters), None
     )
@@ -341,7 +343,9 @@ def _build_public_view(
         or observed.shape[1] != table.shape[1]
     ):
         return None
-    bias = layer.bias.detach() if layer.bias is not None else torch.zeros(layer.out_channels)
+    weight, bias = layer.weight.detach().cpu(), torch.zeros(layer.out_channels)
+    if layer.bias is not None:
+        bias = layer.bias.detach().cpu()
     class_token = (
         parameters["cls_token"][0, 0] + table[0, 0] if observed.shape[1] > patches else None
     )
@@ -349,7 +353,7 @@ def _build_public_view(
     size = int(layer.kernel_size[0])
     return PublicPatches(
         observed,
-        layer.weight.detach(),
+        weight,
         bias,
         table[0, table.shape[1] - patches :],
         images,

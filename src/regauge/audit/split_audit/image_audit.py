@@ -131,7 +131,8 @@ class Images:
     def attack(self, attack: Attack, views: Views, combination: str, within: Progress) -> Measured:
         """Run an attack, and score its images."""
         case = self.case
-        setting = Setting(combination, self.budget, case.batch, case.run.seed, within)
+        device = next(case.model.parameters()).device
+        setting = Setting(combination, self.budget, case.batch, case.run.seed, within, device)
         tried = attempt(attack, views, setting)
         if tried is None or tried.output is None:
             return Measured()

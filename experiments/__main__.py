@@ -85,6 +85,7 @@ def reproduce(
     from experiments import EXPERIMENTS
     from experiments.former_words import rename_results
     from experiments.shared.runner import Lab, default_assets
+    from experiments.stale import code_of
 
     if listed:
         print_result(
@@ -107,7 +108,8 @@ def reproduce(
             jobs=jobs or _jobs(preset, device, threads),
         )
         results = rename_results(EXPERIMENTS[id](lab))  # cached cells may hold former words
-    results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
+    facts = {"command": facts_of_run()["command"], **results.facts}
+    results = replace(results, facts={**facts, "code": code_of(EXPERIMENTS[id], lab.cells)})
     return deliver(
         results,
         format_results(results),

@@ -49,6 +49,7 @@ class Lab:
     done: int = 0
     seconds: float = 0.0
     made: dict[str, set[str]] = field(default_factory=dict)
+    cells: set[Callable[..., Outcome]] = field(default_factory=set)  # functions of the cells run
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: list[Figure] = field(
         default_factory=list
@@ -245,6 +246,7 @@ class Lab:
             self.progress(self.done, self.total, now)
         outcome = run(cell, parameters, self.cache, data, device=self.device)
         self.done += 1
+        self.cells.add(cell.compute)
         self.seconds += outcome.seconds
         for name, version in outcome.versions.items():
             self.made.setdefault(name, set()).add(version)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.shared.code_digest import dependencies, digest_of
 from regauge.cli.console import print_result
@@ -124,7 +125,7 @@ def _bare(text: str) -> str:
     if text not in _BARE:
         tree = ast.parse(text)
         for node in ast.walk(tree):
-            body = getattr(node, "body", None)
+            body: Any = getattr(node, "body", None)
             first = body[0] if isinstance(body, list) and body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 body.pop(0)

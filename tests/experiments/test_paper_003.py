@@ -377,7 +377,8 @@ def test_noise_is_tried_where_models_write_nothing() -> None:
             [0.09, -0.08, 0.01, 0.01, 0.01],
             False,
         ),  # the mean is small enough, and its interval is not
-        ("vit", "refined", [0.03, 0.03], False),
+        ("vit", "refined", [0.03] * 3, False),
+        ("vit", "refined", [0.03] * 2, None),
     ],
 )
 def test_goals_are_judged_on_enough_pairs(

@@ -171,9 +171,9 @@ def test_every_table_runs_and_holds(
             f.kind == "images" for f in results.figures
         )  # they may show people: on the user's page alone
         assert "data:image/png" in (tmp_path / "page.html").read_text()
-        assert {f.id for f in results.findings if f.holds} >= (
-            {"claim/digits/low-pass=0.3"} if table == "table6" else {"claim/digits/curve/decoder"}
-        )
+        claims = [f for f in results.findings if f.id.startswith("claim/")]
+        assert claims
+        assert {f.holds for f in claims} == {None}  # one seed judges nothing
         return
     if table not in PAPER:
         exact = [f for f in results.findings if "/with key" in f.id]
@@ -663,17 +663,13 @@ def test_make_runs_every_experiment() -> None:
 @pytest.mark.parametrize(
     ("values", "base", "sign", "sentence"),
     [
-        ([0.5], [0.4], 1, "holds: n"),
-        ([0.4], [0.5], 1, "does not hold: n"),
-        ([0.4], [0.5], -1, "holds: n"),
-        (
-            [16.634],
-            [16.629],
-            1,
-            "no clear difference: n",
-        ),  # one seed: a share of the base
-        ([0.50, 0.60], [0.45, 0.55], 1, "no clear difference: n"),  # the seeds' spread
-        ([0.50, 0.51], [0.40, 0.41], 1, "holds: n"),
+        ([0.5] * 3, [0.4] * 3, 1, "holds: n"),
+        ([0.4] * 3, [0.5] * 3, 1, "does not hold: n"),
+        ([0.4] * 3, [0.5] * 3, -1, "holds: n"),
+        ([0.5] * 2, [0.4] * 2, 1, "no clear difference: n"),  # two seeds
+        ([16.634] * 3, [16.629] * 3, 1, "no clear difference: n"),  # a share of the base
+        ([0.50, 0.55, 0.60], [0.45, 0.50, 0.55], 1, "no clear difference: n"),  # the spread
+        ([0.50, 0.51, 0.52], [0.40, 0.41, 0.42], 1, "holds: n"),
     ],
 )
 def test_a_trend_is_reported_beyond_the_seeds_spread(
@@ -685,7 +681,7 @@ def test_a_trend_is_reported_beyond_the_seeds_spread(
 def test_positions_are_predicted_only_if_better_than_a_guess() -> None:
     assert positions.guess_of((8, 8)) == 16.0
     worse, better = (
-        positions._finding_of_trend("a", "b", [error], [69.0], -1, "", "error", 16.0)
+        positions._finding_of_trend("a", "b", [error] * 3, [69.0] * 3, -1, "", "error", 16.0)
         for error in (57.0, 9.0)
     )
     assert worse.sentence == (

@@ -34,8 +34,9 @@ from experiments.paper_000.claims import distance, outputs_of
 from experiments.paper_000.permutation import PAPER
 from experiments.paper_002 import accuracy, positions
 from experiments.paper_003 import pair_cells, pair_models
-from experiments.shared import finetune_cells, models, train_cells
+from experiments.shared import finetune_cells, models, presets, runner, train_cells
 from experiments.shared.presets import PRESETS
+from experiments.shared.pretrained import pretrained_experiments
 from experiments.shared.runner import Lab
 from experiments.split import defence_recipes
 from regauge.checkpoints.resume import ResumeState
@@ -552,8 +553,8 @@ def test_list_and_what_is_asked_wrongly(
     assert "error: no experiment is named" in capsys.readouterr().err
     assert main(["000/table2", "--preset", "huge"]) == 1
     assert (
-        'error: preset must be small or paper, got "huge"\nregauge: hint: small or paper'
-        in capsys.readouterr().err
+        'error: preset must be small, pretrained or paper, got "huge"\n'
+        "regauge: hint: small, pretrained or paper" in capsys.readouterr().err
     )
     assert main(["000/table4", "--assets", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
@@ -580,6 +581,52 @@ def test_the_papers_preset_names_what_is_missing(
         f"error: {missing} does not exist on disk, and loading it from the hub failed"
         in capsys.readouterr().err
     )
+
+
+def test_preset_pretrained_names_its_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["000/table6", "--preset", "pretrained"]) == 1
+    assert "error: 000/table6 has no preset pretrained" in capsys.readouterr().err
+    assert main(["000/table4", "--preset", "pretrained"]) == 1  # the folder has no such model
+    assert "smollm2 does not exist" in capsys.readouterr().err
+    assert set(pretrained_experiments()) <= set(EXPERIMENTS)
+
+
+def test_preset_pretrained_loses_its_text_without_the_key(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preset's own subject, with a small Llama of random weights in the place of the real."""
+    import shutil
+
+    import transformers
+
+    folder = tmp_path / "assets"
+    shutil.copytree(assets, folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "smollm2")
+    shutil.copy(folder / "gpt2_pair" / "tokenizer.json", folder / "smollm2")
+    subject = runner.pretrained().tables["table4"]["shakespeare"]
+    task = {**subject.task, "classes": 512, "length": 16, "tokens": 64}
+    preset = presets.Preset({"table4": {"shakespeare": replace(subject, task=task)}}, 1, 2)
+    monkeypatch.setattr(runner, "pretrained", lambda: preset)
+    monkeypatch.setenv("REGAUGE_ASSETS", str(folder))
+    out = tmp_path / "r.json"
+    main(["000/table4", "--preset", "pretrained", "--json", str(out)])
+    results = load_results(out)
+    found = {f.id: f for f in results.findings}
+    assert found["shakespeare/columns"].holds
+    assert found["shakespeare/columns/outputs"].holds
+    assert (found["shakespeare/columns/outputs"].ceiling or 0) > 1e-3  # the control differs
+    assert found["shakespeare/no key"].holds is None  # random weights know nothing to lose
+    assert results.facts["preset"] == "pretrained"
 
 
 def test_images_fall_back_to_digits(tmp_path: Path) -> None:

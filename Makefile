@@ -94,6 +94,7 @@ docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site
 	$(BIN)/python scripts/picture.py
 	$(BIN)/python scripts/drawings.py
 	$(BIN)/python scripts/pages.py
+	$(BIN)/python -m experiments.stale docs/results
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict -q
 
 lint: $(VENV)/ready  ## format, lint, types and words, as CI checks them

@@ -32,8 +32,9 @@ def reproduce(
         str,
         typer.Option(
             "--preset",
-            metavar="small|paper",
-            help="Small models, minutes on two cores; or the paper's models and data.",
+            metavar="small|pretrained|paper",
+            help="Small models, minutes on two cores; public pre-trained models; or the paper's "
+            "models and data.",
         ),
     ] = "small",
     seeds: Annotated[
@@ -84,7 +85,9 @@ def reproduce(
     need("transformers", "experiments")
     from experiments import EXPERIMENTS
     from experiments.former_words import rename_results
+    from experiments.shared.pretrained import pretrained_experiments
     from experiments.shared.runner import Lab, default_assets
+    from experiments.stale import code_of
 
     if listed:
         print_result(
@@ -96,6 +99,11 @@ def reproduce(
     if id not in EXPERIMENTS:
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
+    if preset == "pretrained" and id not in pretrained_experiments():
+        raise UnknownExperimentError(
+            f"{id} has no preset pretrained",
+            hint=f"it is there for {', '.join(pretrained_experiments())}",
+        )
     start_run(json, report, threads=threads, device=device)
     with step_bar(id) as progress:
         lab = Lab(
@@ -107,7 +115,8 @@ def reproduce(
             jobs=jobs or _jobs(preset, device, threads),
         )
         results = rename_results(EXPERIMENTS[id](lab))  # cached cells may hold former words
-    results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
+    facts = {"command": facts_of_run()["command"], **results.facts}
+    results = replace(results, facts={**facts, "code": code_of(EXPERIMENTS[id], lab.cells)})
     return deliver(
         results,
         format_results(results),

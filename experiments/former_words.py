@@ -72,7 +72,7 @@ def _rename_cell(cell: Any) -> Any:
 
 
 def _rename_fact(name: str, fact: Any) -> Any:
-    if name in ("command", "versions"):
+    if name in ("command", "versions", "code"):
         return fact
     if isinstance(fact, dict):
         return {renamed(key): _rename_fact(name, value) for key, value in fact.items()}

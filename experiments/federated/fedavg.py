@@ -23,6 +23,7 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import compare, require_seeds
 from regauge.audit.gradient_audit.attempts import QUICK, Budget
 from regauge.audit.gradient_audit.engine import Attacker
 from regauge.audit.recorded_audit.engine import (
@@ -494,9 +495,10 @@ def _fusions(
         f"{100 * mean:.1f} % {way}, {100 * base:.1f} % unmatched, the clients alone "
         f"{100 * alone:.1f} %"
     )
-    better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
-    works = base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2
+    better = compare(matched, plain)
+    works = require_seeds(base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2, len(matched))
     judged = lab.preset_name != "pico"  # which trains too little for either
+    detail = f"{better.reason}; {detail}" if better.holds is None else detail
     more: dict[str, Any] = {
         "measure": "accuracy",
         "spread": spread_of(matched),
@@ -506,8 +508,8 @@ def _fusions(
     return [
         Finding(
             f"goal/{way}/better",
-            what + "better than unmatched, with every seed.",
-            better if judged else None,
+            what + "better than unmatched, by more than the seeds' spread.",
+            better.holds if judged else None,
             mean,
             base,
             alone,
@@ -519,7 +521,7 @@ def _fusions(
             what
             + "at least half of the clients' accuracy above chance, while the unmatched average "
             "is below twice the chance level.",
-            works if judged else None,
+            works.holds if judged else None,
             mean,
             CHANCE,
             alone,

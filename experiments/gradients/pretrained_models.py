@@ -18,6 +18,7 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import require_seeds
 from regauge.audit.engine import select_attacks
 from regauge.audit.gradient_audit.attempts import ATTACKS, QUICK, Budget
 from regauge.audit.gradient_audit.engine import (
@@ -87,16 +88,17 @@ def real(lab: Lab) -> Results:
     texts: tuple[Table, ...] = ()
     worst, floor = min((r for r in rows if r[1] == "none"), key=lambda r: r[2]), rows[0][3]
     least = worst[2]
+    verdict = require_seeds(least > floor + 20, 1)
     findings = [
         Finding(
             "pretrained/faces",
             "An undefended update reveals its face at every stage of training: 20 dB above "
             "the mean image.",
-            least > floor + 20,
+            verdict.holds,
             least,
             floor,
             100.0,
-            f"at least {least:.1f} dB",
+            f"{verdict.reason}: at least {least:.1f} dB",
             measure=LEAK,
             trials=worst[-1],
         )

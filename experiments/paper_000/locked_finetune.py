@@ -31,6 +31,7 @@ from experiments.paper_000.claims import (
 from experiments.shared.finetune_cells import WAYS
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import compare, require_seeds
 from regauge.checkpoints.resume import Outcome
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
@@ -209,10 +210,7 @@ ROUNDING = "; in float32, rounding accumulates over many steps"
 def _thief(c: Column, source: str) -> Finding:
     """Report fine-tuning without the key, between training from scratch and the plain model."""
     text = c.measure == "perplexity"
-    worse = [
-        a > b if text else a < b
-        for a, b in zip(c.values("unauthorized"), c.values("plain"), strict=True)
-    ]
+    verdict = compare(c.values("unauthorized"), c.values("plain"), 1 if text else -1)
     easy = (
         not text and min(*c.values("unauthorized"), *c.values("plain")) == 1.0
     )  # every model has all of it right: the task distinguishes none
@@ -229,11 +227,12 @@ def _thief(c: Column, source: str) -> Finding:
         else "pre-training gives little"
     )
     detail += f", and {kept['edges']} with embedding and head alone" if "edges" in kept else ""
+    detail = f"{verdict.reason}; {detail}" if verdict.holds is None else detail
     return Finding(
         f"{c.key}/without key",
-        f"Fine-tuned without the key, the locked {c.subject.name} is worse than the plain one in "
-        f"every trial ({c.measure}).",
-        all(worse) if knows and not easy else None,
+        f"Fine-tuned without the key, the locked {c.subject.name} is worse than the plain one by "
+        f"more than the seeds' spread ({c.measure}).",
+        verdict.holds if knows and not easy else None,
         c.mean("unauthorized"),
         c.mean("scratch"),
         c.mean("plain"),
@@ -241,7 +240,7 @@ def _thief(c: Column, source: str) -> Finding:
         source,
         c.measure,
         spread=c.spread("unauthorized"),
-        trials=len(worse),
+        trials=len(c.values("unauthorized")),
     )
 
 
@@ -294,7 +293,7 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
         for way, found in trained.items()
     }
     mean = {way: statistics.fmean(values) for way, values in ends.items()}
-    worse = all(a > b for a, b in zip(least["unauthorized"], least["authorized"], strict=True))
+    verdict = compare(least["unauthorized"], least["authorized"])
     before = [o.values["seen"][-2][1] for o in trained["authorized"]]
     still = max(abs(a - b) / b for a, b in zip(ends["authorized"], before, strict=True))
     gained = statistics.fmean(least["scratch"]) - statistics.fmean(least["plain"])
@@ -313,12 +312,12 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
         Finding(
             "image/validation",
             f"Trained to the end without the key, the {subject.name} has a higher loss on "
-            "validation data than with the key, in every trial.",
-            worse if gained > 0 else None,
+            "validation data than with the key, by more than the seeds' spread.",
+            verdict.holds if gained > 0 else None,
             statistics.fmean(least["unauthorized"]),
             statistics.fmean(least["scratch"]),
             statistics.fmean(least["authorized"]),
-            detail or "pre-training gains nothing here",
+            f"{verdict.reason}; {detail}" if gained > 0 else "pre-training gains nothing here",
             "000 Fig. 5",
             "validation loss",
             spread=spread_of(least["unauthorized"]),
@@ -360,6 +359,8 @@ def _generated(subject: Subject, said: Scores) -> list[Finding]:
         f"frequencies alone give {frequencies:.0f}"
     )
     knows = perplexity["plain"] < 0.8 * frequencies
+    verdict = require_seeds(perplexity["unauthorized"] >= frequencies, trials, "model")
+    detail = f"{verdict.reason}; {detail}" if verdict.reason else detail
     return [
         Finding(
             "shakespeare/with key/text",
@@ -390,7 +391,7 @@ def _generated(subject: Subject, said: Scores) -> list[Finding]:
             "shakespeare/without key",
             f"The locked {subject.name} without its key predicts the next token no better than "
             "token frequencies do.",
-            perplexity["unauthorized"] >= frequencies if knows else None,
+            verdict.holds if knows else None,
             perplexity["unauthorized"],
             random,
             perplexity["plain"],

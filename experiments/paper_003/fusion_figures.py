@@ -23,6 +23,7 @@ from experiments.paper_003.pair_results import (
     slug,
 )
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import compare
 from regauge.errors import PathError
 from regauge.matching.barriers import Path
 from regauge.results.findings import Figure, Finding, Results, Table
@@ -195,11 +196,16 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
     detail_only = (
         lab.preset_name == "pico" or method != "Simple"
     )  # what other methods make of a matching is measured, and no claim of ours
-    holds = None if detail_only else ours < paper
+    ours_each, paper_each = (
+        [v["loss"] for v in shown.values(kind, (method, way))] for way in ("ours", "paper")
+    )
+    verdict = compare(ours_each, paper_each, -1, unit="pair")
+    if not detail_only and verdict.holds is None:
+        detail = f"{verdict.reason}; {detail}"
     return Finding(
         f"{kind}/{method}/loss",
         said,
-        holds,
+        None if detail_only else verdict.holds,
         ours,
         None,
         none,

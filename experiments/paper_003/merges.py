@@ -13,6 +13,7 @@ from experiments.paper_003.matchers import SAID, WAYS
 from experiments.paper_003.pair_cells import METHODS
 from experiments.paper_003.pair_results import PAPER_ACCURACY, Rows, open_pairs, results, slug
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import compare
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
@@ -129,17 +130,20 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         f"better endpoint has {100 * none('end'):.1f} %"
     )
     detail += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
+    gains = [x["accuracy"] - y["accuracy"] for x, y in pairs]
+    verdict = compare(gains, [-HARM] * len(gains), unit="pair")
+    detail = f"{verdict.reason}; {detail}" if verdict.holds is None else detail
     return Finding(
         f"claim/{kind}/{method}/{slug(way)}",
         f"{method}: the merged {shown.name(kind)} is no worse after matching ({SAID[way]})",
-        None if lab.preset_name == "pico" else gain >= -HARM,
+        None if lab.preset_name == "pico" else verdict.holds,
         gain,
         -HARM,
         none("end") - none("accuracy"),
         detail,
         "003 Tab. 2",
         "gain of accuracy",
-        spread=spread_of([x["accuracy"] - y["accuracy"] for x, y in pairs]),
+        spread=spread_of(gains),
         trials=len(pairs),
     )
 

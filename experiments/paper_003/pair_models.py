@@ -27,6 +27,7 @@ import torch
 from experiments.shared.models import build
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
+from experiments.shared.verdicts import require_seeds
 from regauge.checkpoints.resume import Outcome
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
@@ -542,31 +543,33 @@ def _finding(lab: Lab, name: str, about: Subject, found: Sequence[Mapping[str, f
         losses = [f["loss"] for f in found]
         floor = bigram(examples(lab, name, "train"), examples(lab, name))
         margin = MARGIN[lab.preset_name]
-        holds = max(losses) <= floor - margin
+        verdict = require_seeds(max(losses) <= floor - margin, len(losses), "endpoint")
         said = (
             f"The worst {about.name} endpoint is at least {margin} nats better than a bigram model"
         )
         return Finding(
             f"goal/endpoints/{name}",
             said,
-            holds,
+            verdict.holds,
             max(losses),
             floor,
+            sentence=verdict.reason,
             spread=spread_of(losses),
             trials=len(losses),
             measure="nats of a next token",
         )
     shares = [f["accuracy"] for f in found]
     floor = 1 / examples(lab, name).classes
-    holds = min(shares) >= floor + CLEARLY
+    verdict = require_seeds(min(shares) >= floor + CLEARLY, len(shares), "endpoint")
     said = f"The worst {about.name} endpoint has at least {CLEARLY:.0%} more accuracy than a guess"
     return Finding(
         f"goal/endpoints/{name}",
         said,
-        holds,
+        verdict.holds,
         min(shares),
         floor,
         1.0,
+        verdict.reason,
         spread=spread_of(shares),
         trials=len(shares),
         measure="accuracy",

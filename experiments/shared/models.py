@@ -155,7 +155,7 @@ def used(model: torch.nn.Module, way: str, seed: int) -> torch.nn.Module:
         return model
     inner = model.vit if isinstance(model, Dense) else model
     rows = way in ("rows", "both")
-    if rows and getattr(getattr(inner, "config", None), "model_type", "") == "gpt2":
+    if rows and getattr(getattr(inner, "config", None), "model_type", "") in ("gpt2", "llama"):
         # the causal mask must be there to move with the rows
         inner.set_attn_implementation("eager")  # type: ignore[operator]
     key = None if way == "rows" else draw(inner, seed)

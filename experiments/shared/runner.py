@@ -19,6 +19,7 @@ from typing import Any
 from experiments.shared.cells import Cell, place, run
 from experiments.shared.finetune_cells import SPEAK, TUNE
 from experiments.shared.presets import PRESETS, From, Preset, Subject
+from experiments.shared.pretrained import pretrained
 from experiments.shared.train_cells import SCORE, TRAIN, Source, source_of
 from regauge.checkpoints.environment import default_cache
 from regauge.checkpoints.resume import Outcome
@@ -49,17 +50,20 @@ class Lab:
     done: int = 0
     seconds: float = 0.0
     made: dict[str, set[str]] = field(default_factory=dict)
+    cells: set[Callable[..., Outcome]] = field(default_factory=set)  # functions of the cells run
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: list[Figure] = field(
         default_factory=list
     )  # only for the HTML page: they may show people, and the JSON is committed
 
     def __post_init__(self) -> None:
-        if self.preset_name not in PRESETS:
+        presets = {**PRESETS, "pretrained": pretrained}
+        if self.preset_name not in presets:
             raise DataError(
-                f'preset must be small or paper, got "{self.preset_name}"', hint="small or paper"
+                f'preset must be small, pretrained or paper, got "{self.preset_name}"',
+                hint="small, pretrained or paper",
             )
-        self.preset: Preset = PRESETS[self.preset_name]()
+        self.preset: Preset = presets[self.preset_name]()
         self._opened: dict[str, Data] = {}
 
     @property
@@ -245,6 +249,7 @@ class Lab:
             self.progress(self.done, self.total, now)
         outcome = run(cell, parameters, self.cache, data, device=self.device)
         self.done += 1
+        self.cells.add(cell.compute)
         self.seconds += outcome.seconds
         for name, version in outcome.versions.items():
             self.made.setdefault(name, set()).add(version)

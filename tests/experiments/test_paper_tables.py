@@ -19,7 +19,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -28,14 +30,17 @@ from experiments import EXPERIMENTS
 from experiments.__main__ import main
 from experiments.catalog import PAGES
 from experiments.document import build_pages, fill
+from experiments.figure_catalog import FIGURES
+from experiments.figures import figure_of, render_svg
 from experiments.former_words import load_renamed, rename_results, renamed
 from experiments.paper_000 import locked_finetune
 from experiments.paper_000.claims import distance, outputs_of
 from experiments.paper_000.permutation import PAPER
 from experiments.paper_002 import accuracy, positions
 from experiments.paper_003 import pair_cells, pair_models
-from experiments.shared import finetune_cells, models, train_cells
+from experiments.shared import finetune_cells, models, presets, runner, train_cells
 from experiments.shared.presets import PRESETS, From
+from experiments.shared.pretrained import pretrained_experiments
 from experiments.shared.runner import Lab
 from experiments.split import defence_recipes
 from regauge.checkpoints.resume import ResumeState
@@ -45,6 +50,7 @@ from regauge.errors import DataError
 from regauge.matching.barriers import score
 from regauge.models.load import load_model
 from regauge.results.findings import Results, load_results
+from regauge.results.report import format_number
 from support import forks, stand_ins
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -176,9 +182,9 @@ def test_every_table_runs_and_holds(
             f.kind == "images" for f in results.figures
         )  # they may show people: on the user's page alone
         assert "data:image/png" in (tmp_path / "page.html").read_text()
-        assert {f.id for f in results.findings if f.holds} >= (
-            {"claim/digits/low-pass=0.3"} if table == "table6" else {"claim/digits/curve/decoder"}
-        )
+        claims = [f for f in results.findings if f.id.startswith("claim/")]
+        assert claims
+        assert {f.holds for f in claims} == {None}  # one seed judges nothing
         return
     if table not in PAPER:
         exact = [f for f in results.findings if "/with key" in f.id]
@@ -581,8 +587,8 @@ def test_list_and_what_is_asked_wrongly(
     assert "error: no experiment is named" in capsys.readouterr().err
     assert main(["000/table2", "--preset", "huge"]) == 1
     assert (
-        'error: preset must be small or paper, got "huge"\nregauge: hint: small or paper'
-        in capsys.readouterr().err
+        'error: preset must be small, pretrained or paper, got "huge"\n'
+        "regauge: hint: small, pretrained or paper" in capsys.readouterr().err
     )
     assert main(["000/table4", "--assets", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
@@ -636,6 +642,52 @@ def test_data_of_the_papers_are_given_by_path(
             lab.open(From(missing))
 
 
+def test_preset_pretrained_names_its_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["000/table6", "--preset", "pretrained"]) == 1
+    assert "error: 000/table6 has no preset pretrained" in capsys.readouterr().err
+    assert main(["000/table4", "--preset", "pretrained"]) == 1  # the folder has no such model
+    assert "smollm2 does not exist" in capsys.readouterr().err
+    assert set(pretrained_experiments()) <= set(EXPERIMENTS)
+
+
+def test_preset_pretrained_loses_its_text_without_the_key(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preset's own subject, with a small Llama of random weights in the place of the real."""
+    import shutil
+
+    import transformers
+
+    folder = tmp_path / "assets"
+    shutil.copytree(assets, folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "smollm2")
+    shutil.copy(folder / "gpt2_pair" / "tokenizer.json", folder / "smollm2")
+    subject = runner.pretrained().tables["table4"]["shakespeare"]
+    task = {**subject.task, "classes": 512, "length": 16, "tokens": 64}
+    preset = presets.Preset({"table4": {"shakespeare": replace(subject, task=task)}}, 1, 2)
+    monkeypatch.setattr(runner, "pretrained", lambda: preset)
+    monkeypatch.setenv("REGAUGE_ASSETS", str(folder))
+    out = tmp_path / "r.json"
+    main(["000/table4", "--preset", "pretrained", "--json", str(out)])
+    results = load_results(out)
+    found = {f.id: f for f in results.findings}
+    assert found["shakespeare/columns"].holds
+    assert found["shakespeare/columns/outputs"].holds
+    assert (found["shakespeare/columns/outputs"].ceiling or 0) > 1e-3  # the control differs
+    assert found["shakespeare/no key"].holds is None  # random weights know nothing to lose
+    assert results.facts["preset"] == "pretrained"
+
+
 def test_images_fall_back_to_digits(tmp_path: Path) -> None:
     lab = Lab("small", assets=tmp_path)
     subjects = lab.preset.tables["table2"]
@@ -653,14 +705,47 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
 
 def test_the_pages_are_rendered_from_the_results() -> None:
     pages = build_pages(DOCS / "results")
+    pinned = (DOCS.parent / "constraints.txt").read_text()
+    draws_alike = f"matplotlib=={matplotlib.__version__}\n" in pinned
     for place, text in pages.items():
-        assert (DOCS / place).read_text() == text, f"python -m experiments.document docs: {place}"
+        stored = (DOCS / place).read_text()
+        if place.endswith(".svg"):
+            assert ElementTree.fromstring(stored).tag.endswith("svg"), place
+            assert not draws_alike or stored == text, (
+                f"python -m experiments.document docs: {place}"
+            )
+            assert len(text) < 60_000, place
+            continue
+        assert stored == text, f"python -m experiments.document docs: {place}"
         assert text.count("\n") <= 250, place
         assert not re.search(r"[Pp]aper 00\d", text), place
-    written = {f"experiments/{path.name}" for path in (DOCS / "experiments").glob("*.md")}
+    written = {
+        path.relative_to(DOCS).as_posix()
+        for path in (DOCS / "experiments").rglob("*")
+        if path.is_file()
+    }
     assert written == pages.keys() - {"experiments.md"}
     shown = [name for page in PAGES.values() for name in page.entries]
-    assert sorted(shown) == sorted(path.stem for path in (DOCS / "results").glob("*.json"))
+    files = {path.name.partition(".")[0] for path in (DOCS / "results").glob("*.json")}
+    assert sorted(shown) == sorted(files)
+    assert FIGURES.keys() <= set(shown)
+
+
+def test_figures_draw_the_numbers_of_the_results() -> None:
+    results = load_renamed(DOCS / "results" / "000-table7.json")
+    figure = figure_of(FIGURES["000-table7"][0], results)
+    row = next(row for row in results.tables[0].rows if row[0] == "locked, without the key")
+    assert figure.data["labels"] == ["ViT", "BERT", "GPT-2"]
+    assert figure.data["y"]["locked, without the key"] == [row[1], row[4], row[7]]
+    assert figure.data["spread"]["locked, without the key"] == [row[2], row[5], row[8]]
+    text = render_svg(figure, "f")
+    assert f">{format_number(float(row[1] or 0))}</text>" in text  # not cut to two decimals
+    assert "prefers-color-scheme:dark" in text
+    assert "url(#fh" not in text  # no hatches
+    assert render_svg(figure, "f") == text
+    table6 = load_renamed(DOCS / "results" / "000-table6.json")
+    rounded = render_svg(figure_of(FIGURES["000-table6"][0], table6), "f")
+    assert ">0.6189</text>" in rounded
 
 
 def test_the_overview_reads_its_numbers_from_the_results() -> None:
@@ -674,18 +759,21 @@ def test_the_overview_reads_its_numbers_from_the_results() -> None:
     assert renamed("moved model, normal input") == "permuted weights, plain input"
     assert renamed("bert/moved") == "bert/no key"
     assert renamed("a sentence without former words") == "a sentence without former words"
+    table9 = load_renamed(DOCS / "results" / "002-table9.json")
+    assert fill("{*|5:.2f} {*|6:.2f}", table9) == "44.00 43.24"  # the paper prints 44.0 and 41.5
     with pytest.raises(KeyError, match="no row"):
         fill("{Test with nothing|1:.1f}", results)
     for page in PAGES.values():
         for name, entry in page.entries.items():
             stored = load_renamed(DOCS / "results" / f"{name}.json")
-            assert "{" not in fill(entry.paper + entry.ours, stored), name
+            words = entry.paper + entry.ours + entry.about + entry.verdict
+            assert "{" not in fill(words, stored), name
 
 
 def test_stored_results_are_complete_and_name_no_machine() -> None:
     for path in sorted((DOCS / "results").glob("*.json")):
         text, results = path.read_text(), load_results(path)
-        assert results.facts["preset"] == "small"
+        assert results.facts["preset"] == (path.stem.partition(".")[2] or "small")
         if path.stem in ("000-table6", "000-figure7"):
             assert not any(f.kind == "images" for f in results.figures)  # they would show people
         elif path.stem.startswith("000"):
@@ -722,17 +810,13 @@ def test_make_runs_every_experiment() -> None:
 @pytest.mark.parametrize(
     ("values", "base", "sign", "sentence"),
     [
-        ([0.5], [0.4], 1, "holds: n"),
-        ([0.4], [0.5], 1, "does not hold: n"),
-        ([0.4], [0.5], -1, "holds: n"),
-        (
-            [16.634],
-            [16.629],
-            1,
-            "no clear difference: n",
-        ),  # one seed: a share of the base
-        ([0.50, 0.60], [0.45, 0.55], 1, "no clear difference: n"),  # the seeds' spread
-        ([0.50, 0.51], [0.40, 0.41], 1, "holds: n"),
+        ([0.5] * 3, [0.4] * 3, 1, "holds: n"),
+        ([0.4] * 3, [0.5] * 3, 1, "does not hold: n"),
+        ([0.4] * 3, [0.5] * 3, -1, "holds: n"),
+        ([0.5] * 2, [0.4] * 2, 1, "no clear difference: n"),  # two seeds
+        ([16.634] * 3, [16.629] * 3, 1, "no clear difference: n"),  # a share of the base
+        ([0.50, 0.55, 0.60], [0.45, 0.50, 0.55], 1, "no clear difference: n"),  # the spread
+        ([0.50, 0.51, 0.52], [0.40, 0.41, 0.42], 1, "holds: n"),
     ],
 )
 def test_a_trend_is_reported_beyond_the_seeds_spread(
@@ -744,7 +828,7 @@ def test_a_trend_is_reported_beyond_the_seeds_spread(
 def test_positions_are_predicted_only_if_better_than_a_guess() -> None:
     assert positions.guess_of((8, 8)) == 16.0
     worse, better = (
-        positions._finding_of_trend("a", "b", [error], [69.0], -1, "", "error", 16.0)
+        positions._finding_of_trend("a", "b", [error] * 3, [69.0] * 3, -1, "", "error", 16.0)
         for error in (57.0, 9.0)
     )
     assert worse.sentence == (

@@ -88,6 +88,7 @@ class Figure:
     net     {"lines": {label: [[x, y], ...]}}
 
     With "percent": true, values of lines, points and bars are shares, and shown in percent.
+    Lines and bars may have a "spread" ({label: values}), drawn as bands and error bars.
     """
 
     title: str

@@ -94,6 +94,12 @@ def _lines(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             y, missing = as_numbers(values, log)
             skipped += missing
             mark = _MARKS[i % 6] if has_markers else None
+            if (spread := data.get("spread", {}).get(label)) is not None:
+                width, missing = as_numbers(spread)
+                skipped += missing
+                low, high = y - width, y + width
+                at = x[: len(y)]
+                axes.fill_between(at, low, high, color=SERIES[i % 6], alpha=0.18, linewidth=0)
             axes.plot(
                 x[: len(y)],
                 y,
@@ -199,10 +205,16 @@ def _bars(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             if y.shape != (len(labels),):
                 raise ValueError(f'"{label}" has {y.size} values for {len(labels)} labels')
             centres = [k - 0.4 + thickness * (i + 0.5) for k in range(len(labels))]
+            width = None
+            if (spread := data.get("spread", {}).get(label)) is not None:
+                width, missing = as_numbers([0.0 if v is None else v for v in spread])
+                skipped += missing
             bars = axes.barh(
                 centres,
                 y,
                 thickness * 0.9,
+                xerr=width,
+                error_kw={"ecolor": INK, "elinewidth": 1.4, "capsize": 3},
                 color=SERIES[i % 6],
                 hatch=_HATCHES[i % 6],
                 edgecolor=INK,

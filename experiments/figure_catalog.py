@@ -320,7 +320,8 @@ FIGURES: dict[str, tuple[Drawn, ...]] = {
     ),
     "003-barriers": (
         Stored(0, "Means over five pairs.", title="GPT-2: loss on the line from A to B"),
-        Stored(2, "Means over two pairs.", title="ViT: loss on the line from A to B"),
+        Stored(1, "Means over five pairs.", title="Llama: loss on the line from A to B"),
+        Stored(2, "Means over five pairs.", title="ViT: loss on the line from A to B"),
     ),
     "003-table3": (
         Bars(

@@ -53,6 +53,13 @@ def reproduce(
     json: options.JsonFile = None,
     report: options.Report = None,
     listed: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
+    estimated: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Print the time, memory and disk that the trainings take on this device.",
+        ),
+    ] = False,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None,
@@ -97,6 +104,11 @@ def reproduce(
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
     start_run(json, report, threads=threads, device=device)
+    if estimated:
+        from experiments.estimate import estimate, format_estimate
+
+        costs = estimate(id, Lab(preset, seeds, assets or default_assets(), device=device))
+        return deliver(costs, format_estimate(costs), json, report, costs)
     with step_bar(id) as progress:
         lab = Lab(
             preset,

@@ -40,6 +40,7 @@ TAIL = """## Reproduce a table
 python -m experiments --list
 python -m experiments 000/table2                               # minutes on two cores
 python -m experiments 000/table2 --report table2.html --json table2.json
+python -m experiments 000/table2 --preset paper --estimate     # its time, memory and disk
 python -m experiments 000/table2 --preset paper --device cuda  # the paper's models and data
 ```
 

@@ -171,7 +171,7 @@ def cost_of(lab: Lab, subject: Subject) -> Cost:
     assert subject.train is not None
     assert subject.recipe is not None
     recipe = subject.recipe
-    data = {"train": lab.open(subject.train), **lab.sources(subject, 0)}
+    data: dict[str, Any] = {"train": lab.open(subject.train), **lab.sources(subject, 0)}
     examples = prepare(subject.task, data["train"], uri_of(data, "tokenizer"))
     dtype = getattr(torch, recipe.get("dtype", "float32"))
     model = fresh(subject.model, 0, uri_of(data, "source")).to(lab.device, dtype).train()

@@ -54,6 +54,13 @@ def reproduce(
     json: options.JsonFile = None,
     report: options.Report = None,
     listed: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
+    estimated: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Print the time, memory and disk that the trainings take on this device.",
+        ),
+    ] = False,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None,
@@ -105,6 +112,11 @@ def reproduce(
             hint=f"it is there for {', '.join(pretrained_experiments())}",
         )
     start_run(json, report, threads=threads, device=device)
+    if estimated:
+        from experiments.estimate import estimate, format_estimate
+
+        costs = estimate(id, Lab(preset, seeds, assets or default_assets(), device=device))
+        return deliver(costs, format_estimate(costs), json, report, costs)
     with step_bar(id) as progress:
         lab = Lab(
             preset,

@@ -58,6 +58,7 @@ python -m experiments --list
 python -m experiments 000/table2                               # minutes on two cores
 python -m experiments 000/table2 --report table2.html --json table2.json
 python -m experiments 000/table4 --preset pretrained           # public pre-trained models
+python -m experiments 000/table2 --preset paper --estimate     # its time, memory and disk
 python -m experiments 000/table2 --preset paper --device cuda  # the paper's models and data
 python -m experiments.stale docs/results                       # results older than their code
 ```

@@ -121,9 +121,11 @@ def cut(subject: Subject) -> Subject:
     recipe, plan = subject.recipe, dict(subject.plan)
     if recipe is not None:
         recipe = {**recipe, "batch": 4, "epochs": 1, "steps": STEPS}
-    if plan:
+    if "budget" in plan:
         del recipe["steps"]  # of split learning: two batches of four
         plan["budget"] = {**plan["budget"], "hidden": 32, "depth": 1, "epochs": STEPS}
+    if "combinations" in plan:  # with rows and without, of two defences
+        plan["combinations"] = [*plan["combinations"][:2], *plan["combinations"][-2:]]
     tested = {n: v for n, v in subject.tested.items() if n != "patch"}
     tested |= {"patch": VIT["patch_size"]} if "patch" in subject.tested else {}
 

@@ -114,7 +114,7 @@ def load_stored(folder: Path) -> Stored:
 
 def render_overview(stored: Stored) -> str:
     """Render docs/experiments.md: one table, with a row for each table or figure."""
-    lines = [HEAD, "| claim | paper | small | pretrained | verdict |", "|---|---|---|---|---|"]
+    lines = [HEAD, "| claim | verdict | paper | small | pretrained |", "|---|---|---|---|---|"]
     for name, page in PAGES.items():
         entries = {key: entry for key, entry in page.entries.items() if key in stored.small}
         if not entries:
@@ -125,10 +125,10 @@ def render_overview(stored: Stored) -> str:
             link = f"[{_short(result.title)}](experiments/{name}.md#{_slug(result.title)})"
             cells = (
                 f"{link}: {entry.claim}",
+                _verdict(entry, result),
                 fill(entry.paper, result),
                 fill(entry.ours, result),
                 "" if pretrained is None else fill(entry.pretrained, pretrained),
-                _verdict(entry, result),
             )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", TAIL])

@@ -13,7 +13,7 @@ def pretrained() -> Preset:
     smollm2 = Subject(
         "SmolLM2-135M-Instruct",
         {"class": "LlamaForCausalLM"},
-        {"kind": "text", "classes": 49_152, "length": 512, "tokens": 2_048},
+        {"kind": "text", "classes": 49_152, "length": 512, "tokens": 1_024},
         test=From("wikitext2_test.txt"),
         tokenizer="smollm2",
         sources=("smollm2",),

@@ -422,9 +422,10 @@ def test_workers_are_spawned_and_solve() -> None:
     with preparation.worker_pool(2) as pool:
         assert pool._mp_context.get_start_method() == "spawn"
         (found,) = pool.map(_solve_unit, [task])
-    order, members = _solve_unit(task)
+    order, members, distances = _solve_unit(task)
     assert found[0] == order == ["ffn.0"]
     assert np.array_equal(found[1]["ffn.0"].matrix(), members["ffn.0"].matrix())
+    assert found[2] == distances
 
 
 @pytest.mark.usefixtures("_forked_workers")

@@ -8,7 +8,6 @@ is not compared. This concerns only the comparison: the element is applied to th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -232,8 +231,8 @@ class Costs:
     def _read_stored(self, state: State, name: str, only_shape: bool = False) -> Any:
         """Return a stored tensor, or with `only_shape` its header entry if there is one."""
         source = resolve_tie(self.spec, state, name)
-        shapes = getattr(state, "entries", None)
-        return shapes[source] if only_shape and shapes is not None else state[source]
+        headers = (getattr(state, "entries", None) or {}) if only_shape else {}
+        return headers[source] if source in headers else state[source]
 
     def distances(self, g: Element) -> dict[str, tuple[float, float]]:
         """Return |b - g a|^2 and |b|^2 of each tensor: complete, unweighted, as stored."""
@@ -276,7 +275,8 @@ class Costs:
         Each tensor of a is transformed by the other members of g once, and then held in memory:
         that of a rotated stream takes longer than all the rest.
         """
-        costs = copy(self)
+        costs = object.__new__(Costs)
+        costs.__dict__.update(self.__dict__)  # with the layouts, which a copy would drop
         costs._unit, costs._base, costs._moved = frozenset(unit), g, {}
         return costs
 

@@ -141,6 +141,8 @@ def match_pair(
         The pair as it was compared in the end, and the match.
     """
     search: Callable[..., Match] = match_states
+    if options.get("start") is None:
+        options.pop("start", None)
     if pair.is_folded and (record is None or only_apart) and "start" not in options:
         # The stream alone shows whether one is a permuted copy of the other.
         known = _solve_shared(pair, within, store, options)

@@ -1,13 +1,21 @@
-"""Time of matching: against a transcription of the formulas of Zhang et al. on the
-same pair, and of a full sweep on a TinyLlama shape.
+"""Time and memory of matching: against a transcription of the formulas of Zhang et al., against an
+earlier commit, and for the shapes of larger models.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
    the assignment of FFN neurons, by the transcription in `experiments.paper_003.reference_matcher`
    (numpy, float32, as in the paper's code; its layers are read before the timing) and by `match`.
    Interleaved, medians. Goal: not slower, in CPU seconds (wall seconds are printed too).
-2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk,
-   with B a transformed A: one full search over the full group, in one process and in two: wall
-   seconds, CPU seconds, peak memory of the largest process.
+2. One layer of TinyLlama's shape (d 2048, FFN 5632, 32 heads over 4 kv heads, bf16 on disk) with
+   the users' defaults by weights, for a noisy copy and for an unrelated model, against an earlier
+   commit (REGAUGE_BASELINE) on the same files. Goal: at most 0.6 of its CPU time.
+3. A 7B shape (d 4096, FFN 11008, 32 heads), first pass and one sweep, extrapolated from one layer.
+   Goals: 1.0 CPU-hour, 4 GB of anonymous memory.
+4. TinyLlama's whole shape, 22 layers, with the defaults.
+5. The same with B a transformed A, without noise: the first pass, in one process and in two.
+
+REGAUGE_PARTS chooses of transcription, layer, 7b, 1b, planted; REGAUGE_LAYERS the layers of the
+whole shape, REGAUGE_VOCAB the tokens of part 2, REGAUGE_LAYERS_7B and REGAUGE_KV_7B those of part
+3, REGAUGE_KINDS the pairs of part 4.
 """
 
 from __future__ import annotations
@@ -24,6 +32,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.match_defaults import against_baseline, seven_billion, whole_model
+from benchmarks.move import Shape, make
+
+PARTS = ("transcription", "layer", "7b", "1b", "planted")
+LAYER_RATIO, CPU_HOURS, GIGABYTES = 0.6, 1.0, 4.0
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "5"))
 LAYERS, HEADS, WIDTH, FFN = 12, 12, 768, 3072
 
@@ -118,64 +131,51 @@ def compare() -> bool:
     return ratios[0] <= 1.0
 
 
-def tiny_llama(layers: int) -> None:
-    from benchmarks.move import Shape, make
-
-    cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
-    cache.mkdir(parents=True, exist_ok=True)
+def planted(cache: Path, layers: int) -> None:
+    """Measure a noiseless transformed copy, in one process and in two."""
     a, b = cache / f"tiny-llama-{layers}", cache / f"tiny-llama-{layers}-planted"
     if not a.exists():
         make(a, 0, Shape(layers=layers, kv=4, ffn=5632))
+    command = [sys.executable, "-m", "regauge.cli"]
     if not b.exists():
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "regauge.cli",
-                "move",
-                a,
-                "--random",
-                "--group",
-                "full",
-                "--seed",
-                "3",
-                "-o",
-                b,
-            ],
-            check=True,
-        )
-    print(f"\nTinyLlama's shape with {layers} layers: one full search over the full group")
+        move = ["move", a, "--random", "--group", "full", "--seed", "3", "-o", b]
+        subprocess.run([*command, *map(str, move)], check=True)
+    print(f"\nTinyLlama's shape with {layers} layers, transformed: the first pass over all groups")
+    match = ["match", a, b, "-o", cache / "never", "--data", "weights", "--sweeps", "0"]
     for workers in (1, 2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "regauge.cli",
-            "match",
-            a,
-            b,
-            "-o",
-            cache / "never",
-            "--sweeps",
-            "0",
-            "--dry-run",
-            "--workers",
-            str(workers),
-        ]
         subprocess.run(
-            [*map(str, command)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, *map(str, match), "--dry-run", "--workers", str(workers)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         print(
-            f"{workers} process{'es' if workers > 1 else ''}: {wall:6.1f} s wall, {cpu:6.1f} s "
-            f"CPU, {after.ru_maxrss / 1e6:5.2f} GB in the largest"
+            f"{workers} process{'es' if workers > 1 else ''}: {wall:6.1f} s wall, {cpu:6.1f} s CPU"
         )
 
 
 def main() -> int:
-    met = compare()
-    tiny_llama(int(os.environ.get("REGAUGE_LAYERS", "22")))
-    print(f"goal: not slower than the transcription: {'met' if met else 'missed'}")
+    parts = os.environ.get("REGAUGE_PARTS", ",".join(PARTS)).split(",")
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        raise SystemExit(f"REGAUGE_PARTS must be of {', '.join(PARTS)}, got {min(unknown)}")
+    cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
+    cache.mkdir(parents=True, exist_ok=True)
+    layers, met = int(os.environ.get("REGAUGE_LAYERS", "22")), True
+    if "transcription" in parts:
+        faster = compare()
+        print(f"goal: not slower than the transcription: {'met' if faster else 'missed'}")
+        met = met and faster
+    if "layer" in parts:
+        met = against_baseline(cache, LAYER_RATIO) and met
+    if "7b" in parts:
+        met = seven_billion(cache, CPU_HOURS, GIGABYTES) and met
+    if "1b" in parts:
+        whole_model(cache)
+    if "planted" in parts:
+        planted(cache, layers)
     return 0 if met else 1

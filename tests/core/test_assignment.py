@@ -61,6 +61,26 @@ def test_assignments_in_single_precision_are_those_in_double(
     assert (single.index == order).all() == (noise < 1)
 
 
+@pytest.mark.parametrize("positive", [True, False])
+def test_cosines_in_blocks_are_those_of_one_product(
+    positive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    y, x = rng.standard_normal((2, 2, 30, 17))
+    y[0, 3] = 0
+    units = [v / np.maximum(np.linalg.norm(v, axis=2, keepdims=True), 1e-300) for v in (y, x)]
+    cosines = units[0] @ units[1].swapaxes(1, 2)
+    wanted = 2 * cosines if positive else cosines**2
+    monkeypatch.setattr(fit, "_ROWS", 7)
+    monkeypatch.setattr(fit, "_FEATURES", 5)
+    for rows in (slice(None), slice(0, None, 4)):
+        scores = fit._cosine_scores((y, x), (y, x), None, positive, np.float64, rows)
+        assert np.allclose(scores, wanted[:, rows], rtol=0, atol=1e-12)
+        assert not np.allclose(scores, wanted[:, rows, ::-1]), (
+            "the control: rows of x in another order"
+        )
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-23, 1e-30, 1e25])
 def test_neurons_whose_squares_leave_single_precision_are_assigned_in_double(scale: float) -> None:
     """Weight decay leaves such neurons: in float32 they look like zeros."""

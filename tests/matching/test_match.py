@@ -422,9 +422,33 @@ def test_workers_are_spawned_and_solve() -> None:
     with preparation.worker_pool(2) as pool:
         assert pool._mp_context.get_start_method() == "spawn"
         (found,) = pool.map(_solve_unit, [task])
-    order, members = _solve_unit(task)
+    order, members, distances = _solve_unit(task)
     assert found[0] == order == ["ffn.0"]
     assert np.array_equal(found[1]["ffn.0"].matrix(), members["ffn.0"].matrix())
+    assert found[2] == distances
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "vit"])
+def test_tensors_held_for_a_layer_change_nothing(
+    name: str, fold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer applies the stream's member once; a rotation is fitted without the old one."""
+    (spec, a), (_, b) = (state_of(name, seed) for seed in (0, 1))
+    if fold:
+        (spec, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
+    held = match_states(spec, a, b, sweeps=2)
+    moved: list[str] = []
+    monkeypatch.setattr(Costs, "within_unit", lambda costs, g, unit: costs)
+    monkeypatch.setattr(Solver, "_is_replaceable", lambda solver, space: moved.append(space))
+    plain = match_states(spec, a, b, sweeps=2)
+    assert moved
+    assert [s.squared for s in held.steps] == pytest.approx([s.squared for s in plain.steps])
+    for space, member in plain.element.members.items():
+        assert_allclose(held.element.members[space].matrix(), member.matrix(), atol=1e-9)
+    costs = Costs(spec, a, b)
+    measured = {n: d for n, (d, _) in costs.distances(held.element).items()}
+    assert held.after == pytest.approx(measured, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.usefixtures("_forked_workers")
@@ -456,6 +480,19 @@ def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("regauge.matching.search._solve_unit", _end)
     with pytest.raises(MatchError, match="killed, most likely because memory ran out"):
         match_states(spec, a, b, workers=2, sweeps=0)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_stored_copy_of_a_tied_head_must_be_finite(broken: bool) -> None:
+    """The search reads the embedding in its place."""
+    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
+    a["lm_head.weight"] = a["lm_head.weight"].clone()
+    if not broken:
+        assert match_states(spec, a, b, sweeps=0).distance > 0
+        return
+    a["lm_head.weight"][0, 0] = torch.nan
+    with pytest.raises(MatchError, match=r"lm_head\.weight"):
+        match_states(spec, a, b, sweeps=0)
 
 
 def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:

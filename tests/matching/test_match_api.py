@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from regauge.errors import (
     UnknownModelError,
 )
 from regauge.locking.locked_checkpoints import plan_lock
-from regauge.matching import SharedRows, activations, match_states
+from regauge.matching import SharedRows, activations, match_states, search
 from regauge.matching.api import ModelMatch
 from regauge.matching.compare import compare_unmatched
 
@@ -295,6 +296,26 @@ def test_models_of_one_ancestor_are_permuted_and_stay_tied(
     b = regauge.open_checkpoint(folders[1])
     name = "transformer.wte.weight"
     assert torch.equal(saved[name], b[name]), "a permutation of the stream rounds nothing"
+
+
+@pytest.mark.parametrize("related", [True, False])
+def test_layers_of_permuted_copies_are_not_compared_in_a_rotated_basis(
+    related: bool, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream alone shows that one model is a permuted copy of the other."""
+    picos.build("gpt2", 5).float().save_pretrained(tmp_path / "other")
+    rotated: list[bool] = []
+    solve_unit = search._solve_unit
+
+    def spy(task: Any) -> Any:
+        rotated.append("stream" in task[0].spec.spaces and bool(task[0].spec.fixed))
+        return solve_unit(task)
+
+    monkeypatch.setattr(search, "_solve_unit", spy)
+    matched = regauge.match(folders[0], folders[1] if related else tmp_path / "other", data=None)
+    assert matched.pair.is_folded == (not related)
+    assert rotated
+    assert set(rotated) == {not related}
 
 
 def test_a_norm_that_cannot_be_folded_leaves_permutations(tmp_path: Path) -> None:

@@ -34,10 +34,21 @@ _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", 
 
 
 class LazyState(Mapping[str, Any]):
-    """A state dict whose tensors are computed at every access and never cached."""
+    """A state dict whose tensors are computed at every access and never cached.
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
-        self.names, self.read = names, read
+    Attributes:
+        names: the names of the tensors.
+        read: computes a tensor.
+        entries: headers of those tensors whose shape is known without computing them.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        read: Callable[[str], Any],
+        entries: Mapping[str, Entry] | None = None,
+    ) -> None:
+        self.names, self.read, self.entries = names, read, entries or {}
 
     @classmethod
     def from_thunks(cls, thunks: Mapping[str, Callable[[], Any]]) -> LazyState:

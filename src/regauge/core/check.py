@@ -229,11 +229,13 @@ def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
 def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
     """Yield tensors of another shape than their axes, or of a dtype that cannot be transformed."""
     sizes = spec.sizes
+    headers = getattr(state, "entries", None) or {}  # need not be read or computed
     for name, entry in stored_tensors(spec).items():
         if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
             continue
-        shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
-        dtype = str(getattr(state[name], "dtype", "float")).removeprefix("torch.")
+        value = headers[name] if name in headers else state[name]
+        shape, terms = tuple(value.shape), ax.parse(entry.axes).terms
+        dtype = str(getattr(value, "dtype", "float")).removeprefix("torch.")
         if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
             yield Fault(name, f'"{name}" must have a floating-point dtype, got {dtype}')
         if len(shape) != len(terms):

@@ -20,6 +20,7 @@ from regauge.core.rng import Floats, Ints
 Pair = tuple[Floats, Floats]
 PRECONDITION_SIZE = 512  # from this size on, preconditioning makes an assignment faster
 SINGLE_PRECISION_SIZE = 512  # from this size on, cosines are computed in float32 first
+_ROWS, _FEATURES = 2048, 2048  # of the blocks that cosines are computed in
 SINGLE_PRECISION_RANGE = 1e-12, 1e12  # of norms whose squares are normal numbers in float32
 
 
@@ -71,16 +72,19 @@ def assign(scores: Floats) -> Ints:
     return np.stack([_assign_one(s) for s in scores]).astype(np.int64)
 
 
-def _assign_one(score: Floats) -> Ints:
+def _assign_one(score: Floats, overwrite: bool = False) -> Ints:
+    """Return the best permutation; the scores may be overwritten, to save memory."""
     best = np.asarray(score.argmax(1))
     if len(np.unique(best)) == len(best):  # the rows' maxima are a permutation already
         return best
-    cost = _precondition_cost(score) if len(score) >= PRECONDITION_SIZE else -score
-    return best_assignment(cost)
+    out = score if overwrite else np.empty(score.shape, np.float64)
+    if len(score) >= PRECONDITION_SIZE:
+        return best_assignment(_precondition_cost(score, out))
+    return best_assignment(np.negative(score, out=out))
 
 
-def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:
-    """Return the costs -score, shifted by a number for each row and each column.
+def _precondition_cost(score: Floats, out: Floats, rounds: int = 8) -> Floats:
+    """Return the costs -score, shifted by a number for each row and each column, in `out`.
 
     The shifts do not change which assignment is best. A few rounds of Sinkhorn's iteration bring
     them near the dual optimum, which cuts the time of the exact search to a third.
@@ -88,7 +92,7 @@ def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:
     kernel = score.astype(np.float32)
     row_max, temperature = kernel.max(1), np.float32(0.08) * kernel[::8].std()
     if not (np.isfinite(temperature) and temperature > 0):
-        return -score
+        return np.negative(score, out=out)
     kernel -= row_max[:, None]
     kernel /= temperature
     # Clipped, because arithmetic on subnormal numbers is slow.
@@ -99,9 +103,10 @@ def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:
         columns = np.asarray(1 / (rows @ kernel))
     row_shift = row_max - temperature * np.log(rows)
     column_shift = -temperature * np.log(columns)
+    del kernel
     if not (np.isfinite(row_shift).all() and np.isfinite(column_shift).all()):
-        return -score
-    cost: Floats = np.subtract(row_shift.astype(np.float64)[:, None], score)
+        return np.negative(score, out=out)
+    cost: Floats = np.subtract(row_shift.astype(np.float64)[:, None], score, out=out)
     cost += column_shift
     return cost
 
@@ -166,7 +171,9 @@ def _assign_by_cosines(
                 break
         else:
             return np.asarray(best, np.int64)
-    return assign(_cosine_scores(plain, dual, bar, positive, np.float64, slice(None)))
+        del scores
+    exact = _cosine_scores(plain, dual, bar, positive, np.float64, slice(None))
+    return np.stack([_assign_one(one, overwrite=True) for one in exact]).astype(np.int64)
 
 
 def _fit_single_precision(pairs: Sequence[Pair]) -> bool:
@@ -189,7 +196,27 @@ def _cosine_scores(
     dtype: type[np.floating[Any]],
     rows: slice,
 ) -> Floats:
-    """Return the scores that an assignment by cosines maximizes, of some rows."""
+    """Return the scores that an assignment by cosines maximizes, of some rows.
+
+    They are computed a few rows at a time, so that memory holds one matrix of scores.
+    """
+    count, size = next(p for p in (plain, dual, bar) if p is not None)[0].shape[:2]
+    start, stop, step = rows.indices(size)
+    out = np.empty((count, len(range(start, stop, step)), size), dtype)
+    for first in range(0, out.shape[1], _ROWS):
+        part = slice(start + first * step, min(stop, start + (first + _ROWS) * step), step)
+        out[:, first : first + _ROWS] = _score_rows(plain, dual, bar, positive, dtype, part)
+    return out
+
+
+def _score_rows(
+    plain: Pair | None,
+    dual: Pair | None,
+    bar: Pair | None,
+    positive: bool,
+    dtype: type[np.floating[Any]],
+    rows: slice,
+) -> Floats:
     sides = [_cosines(p, dtype, rows) for p in (plain, dual) if p is not None]
     if positive or not sides:
         scores = np.asarray(sum(sides))
@@ -292,14 +319,26 @@ def _clip_factors(factors: Floats) -> Floats:
 
 
 def _cosines(pair: Pair, dtype: type[np.floating[Any]], rows: slice) -> Floats:
-    """Return the cosines of some rows of y with all rows of x."""
+    """Return the cosines of some rows of y with all rows of x, summed over blocks of features."""
+    y, x = pair[0][:, rows], pair[1]
+    norms = [_row_norms(v).astype(dtype)[:, :, None] for v in (y, x)]
+    total: Floats | None = None
+    for start in range(0, y.shape[2], _FEATURES):
+        part = slice(start, start + _FEATURES)
+        u, v = (
+            np.divide(v[:, :, part], norm, dtype=dtype)
+            for v, norm in zip((y, x), norms, strict=True)
+        )
+        product = u @ v.swapaxes(1, 2)
+        total = product if total is None else np.add(total, product, out=total)
+    assert total is not None
+    return total
 
-    def unit(x: Floats) -> Floats:
-        x = x.astype(dtype, copy=False)
-        norm = np.linalg.norm(x, axis=2, keepdims=True)
-        return np.asarray(x / np.where(norm > 0, norm, 1))
 
-    return np.asarray(unit(pair[0][:, rows]) @ unit(pair[1]).swapaxes(1, 2))
+def _row_norms(x: Floats) -> Floats:
+    """Return the norm of every row in float64, and 1 for rows of zeros."""
+    norm = np.sqrt(np.einsum("cif,cif->ci", x, x, dtype=np.float64))
+    return np.where(norm > 0, norm, 1.0)
 
 
 def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:

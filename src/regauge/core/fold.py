@@ -257,7 +257,8 @@ class NormEdits:
 
     def _run_edits(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
-        work = self.convert(original) * self.spec.untied.get(name, 1.0)
+        work, factor = self.convert(original), self.spec.untied.get(name, 1.0)
+        work = work if factor == 1 else work * factor
         for edit in self.edits[name]:
             work = edit(work)
         return work.to(original.dtype) if rounded else work

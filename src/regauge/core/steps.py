@@ -73,6 +73,10 @@ class Multiply:
         import torch
 
         m = torch.as_tensor(self.values, dtype=x.dtype, device=x.device)
+        if len(m) == 1 and dim % x.dim() == 0:  # one product, without moving axes
+            return (m[0] @ x.reshape(x.shape[0], -1)).view(x.shape)
+        if len(m) == 1 and dim % x.dim() == x.dim() - 1:
+            return x @ m[0].T
         rows = x.movedim(dim, -1)
         out = torch.einsum(
             "bij,...bj->...bi", m, rows.reshape(*rows.shape[:-1], m.shape[0], m.shape[1])

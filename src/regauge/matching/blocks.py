@@ -45,13 +45,13 @@ class Block:
 
     def unfold(self, *leading: int | None) -> Values:
         """Move these axes to the front (None: an axis of size 1) and flatten all others into a last
-        axis.
+        axis. The result is a view if it can be one.
         """
         front = [i for i in leading if i is not None]
         rest = [i for i in range(self.values.ndim) if i not in front]
         transposed = self.values.transpose([*front, *rest])
         shape = [1 if i is None else self.values.shape[i] for i in leading]
-        return np.ascontiguousarray(transposed).reshape(*shape, -1)
+        return transposed.reshape(*shape, -1)
 
 
 def split_blocks(spec: Spec, axes: str, values: Values) -> list[Block]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from regauge.matching.activations import Activations
 
+_PIECE = 1 << 18  # entries whose squares are summed at a time: they fit into a cache
 Weights = Mapping[str, float] | Callable[[str, "torch.Tensor"], float]
 
 
@@ -43,7 +44,7 @@ class SharedRows:
 class Costs:
     """Two states under one spec, compared tensor by tensor.
 
-    Nothing is cached: values are read and transformed on each access.
+    Values are read and transformed on each access; `within_unit` holds those of one layer.
 
     Attributes:
         spec: the spec of both states.
@@ -80,6 +81,10 @@ class Costs:
         self._metrics: dict[str, torch.Tensor] = {}
         if activations is not None:
             self._add_activations(*activations)
+        self._sizes: dict[str, float] = {}  # |b|^2 by tensor
+        self._unit: frozenset[str] = frozenset()
+        self._base: Element | None = None
+        self._moved: dict[str, torch.Tensor] = {}
         self._stored = stored_tensors(spec)
         self._members: dict[str, list[str]] = {}
         for name, entry in self._stored.items():
@@ -226,17 +231,27 @@ class Costs:
     def _read_stored(self, state: State, name: str, only_shape: bool = False) -> Any:
         """Return a stored tensor, or with `only_shape` its header entry if there is one."""
         source = resolve_tie(self.spec, state, name)
-        shapes = getattr(state, "entries", None)
-        return shapes[source] if only_shape and shapes is not None else state[source]
+        headers = (getattr(state, "entries", None) or {}) if only_shape else {}
+        return headers[source] if source in headers else state[source]
 
     def distances(self, g: Element) -> dict[str, tuple[float, float]]:
         """Return |b - g a|^2 and |b|^2 of each tensor: complete, unweighted, as stored."""
-        distances = {}
-        skipped = self.spec.ties.keys() | self.spec.fixed.keys()  # folded gains are equal
-        for pattern in (p for p in self.spec.tensors if p not in skipped):
-            y, x = self.tensor_pair(pattern, g)
-            distances[pattern] = (_squared_norm(y - x), _squared_norm(y))
-        return distances
+        return {pattern: self.distance(pattern, g) for pattern in self.measured}
+
+    @cached_property
+    def measured(self) -> list[str]:
+        """The tensors whose distances are measured: each once, without folded gains, which are
+        equal.
+        """
+        skipped = self.spec.ties.keys() | self.spec.fixed.keys()
+        return [p for p in self.spec.tensors if p not in skipped]
+
+    def distance(self, pattern: str, g: Element) -> tuple[float, float]:
+        """Return |b - g a|^2 and |b|^2 of one tensor: complete, unweighted, as stored."""
+        y, x = self.tensor_pair(pattern, g)
+        if pattern not in self._sizes:
+            self._sizes[pattern] = _squared_norm(y)
+        return _squared_norm(y, x), self._sizes[pattern]
 
     def tensor_pair(self, pattern: str, g: Element) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a tensor of b, and that of a transformed by g; of tables only the shared rows."""
@@ -246,13 +261,52 @@ class Costs:
         if pattern in self.activations:
             x, y = self.activations[pattern]
             return y, act(g, x, axes)
-        y, x = self._load_tensor(self.b, pattern), act(g, self._load_tensor(self.a, pattern), axes)
+        y, x = self._load_tensor(self.b, pattern), self._move_tensor(pattern, g)
         if pattern not in self.rows:
             return y, x
         dim, shared = _find_free_axis(axes), self.rows[pattern]
         return y.index_select(dim, torch.tensor(shared.b)), x.index_select(
             dim, torch.tensor(shared.a)
         )
+
+    def within_unit(self, g: Element, unit: Iterable[str]) -> Costs:
+        """Return the same costs for a search in which only the spaces of this unit change.
+
+        Each tensor of a is transformed by the other members of g once, and then held in memory:
+        that of a rotated stream takes longer than all the rest.
+        """
+        costs = object.__new__(Costs)
+        costs.__dict__.update(self.__dict__)  # with the layouts, which a copy would drop
+        costs._unit, costs._base, costs._moved = frozenset(unit), g, {}
+        return costs
+
+    def _move_tensor(self, pattern: str, g: Element) -> torch.Tensor:
+        """Return a tensor of a transformed by g."""
+        axes = self.axes[pattern]
+        if not self._is_held(pattern, g):
+            return act(g, self._load_tensor(self.a, pattern), axes)
+        held = self._moved.get(pattern)
+        if held is None:
+            others = {s: m for s, m in g.members.items() if s not in self._unit}
+            held = act(Element(self.spec, others), self._load_tensor(self.a, pattern), axes)
+            self._moved[pattern] = held
+        members = {s: m for s, m in g.members.items() if s in self._unit & ax.spaces(axes)}
+        return act(Element(self.spec, members), held, axes) if members else held
+
+    def _is_held(self, pattern: str, g: Element) -> bool:
+        """Return whether a tensor may be held with the members outside the unit applied: these are
+        unchanged, and act on axes of their own.
+        """
+        if self._base is None or not self._unit & ax.spaces(self.axes[pattern]):
+            return False
+        for term in ax.parse(self.axes[pattern]).terms:
+            spaces = {leaf.space for leaf in ax.leaves(term)}
+            others = spaces - self._unit
+            if others and spaces & self._unit and others & g.members.keys():
+                return False
+            if any(g.members.get(s) is not self._base.members.get(s) for s in others):
+                return False
+        return True
 
     def iter_block_pairs(
         self, space: str, g: Element, usable: Callable[[Block], bool], first: bool = False
@@ -311,11 +365,19 @@ def _find_free_axis(axes: str) -> int:
     return next(i for i, t in enumerate(ax.parse(axes).terms) if isinstance(t, ax.Hole))
 
 
-def _squared_norm(x: torch.Tensor) -> float:
-    """Return the squared norm, summed in float64."""
+def _squared_norm(x: torch.Tensor, minus: torch.Tensor | None = None) -> float:
+    """Return the squared norm of x, or of x - minus, summed in float64 piece by piece."""
     import torch
 
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    total, x = 0.0, x.reshape(-1)
+    minus = None if minus is None else minus.reshape(-1)
+    for start in range(0, len(x), _PIECE):
+        piece = x[start : start + _PIECE]
+        if minus is not None:
+            piece = piece - minus[start : start + _PIECE]
+        piece = piece.double()
+        total += float(torch.dot(piece, piece))
+    return total
 
 
 def _to_working_dtype(x: torch.Tensor) -> torch.Tensor:

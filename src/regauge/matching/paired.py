@@ -6,16 +6,19 @@ activations give a smaller barrier; where a model can record some without data, 
 Folded norms allow every rotation of the stream, and rotations align independently trained models
 better than permutations do. For models with a common ancestor, moved or fine-tuned, the rotation is
 a permutation up to noise. Then the norms stay as they are: the stream is permuted, nothing is
-rounded, and tied heads stay tied.
+rounded, and tied heads stay tied. The stream is solved before the layers and shows which case it
+is, so that the layers of such a copy are never compared in a rotated basis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from regauge.core.element import Element
 from regauge.core.fit import make_summed_pair
@@ -25,8 +28,9 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
 from regauge.matching.pairs import Pair
+from regauge.matching.preparation import select_groups
 from regauge.matching.result import Match
-from regauge.matching.search import MAX_RELATED, match_states
+from regauge.matching.search import MAX_RELATED, match_states, solve_shared
 
 if TYPE_CHECKING:
     from regauge.checkpoints.resume import StateStore
@@ -80,6 +84,7 @@ def match_apart(
     b: State,
     record: Callable[[], tuple[tuple[Activations, Activations], Judge | None]],
     *,
+    shared: Mapping[str, Any] | None = None,
     store: StateStore | None = None,
     **options: Any,
 ) -> Match:
@@ -92,17 +97,19 @@ def match_apart(
         b: the state that stays.
         record: records the activations of both on the same inputs, and returns what judges
             elements on them.
+        shared: the start of the match by weights, as options of `match_states`.
         store: where finished parts are saved.
         options: further options of `match_states`.
     """
-    found = match_states(spec, a, b, store=store, sweep_unrelated=False, **options)
+    shared = shared or {}
+    found = match_states(spec, a, b, store=store, sweep_unrelated=False, **shared, **options)
     if found.relative_distance <= MAX_RELATED:
         return found
     nested = store.nested("activations") if store else None
     try:
         activations, judge = record()
     except RegaugeError as error:  # activations were not requested
-        swept = match_states(spec, a, b, store=store, **options)
+        swept = match_states(spec, a, b, store=store, **shared, **options)
         note = f"matched by the weights: {str(error).splitlines()[0]}"
         return replace(swept, notes=(*swept.notes, note))
     return match_by_activations(spec, a, b, activations, judge, [found], store=nested, **options)
@@ -134,7 +141,34 @@ def match_pair(
         The pair as it was compared in the end, and the match.
     """
     search: Callable[..., Match] = match_states
-    if record is not None and only_apart:
+    if options.get("start") is None:
+        options.pop("start", None)
+    if pair.is_folded and (record is None or only_apart) and "start" not in options:
+        # The stream alone shows whether one is a permuted copy of the other.
+        known = _solve_shared(pair, within, store, options)
+        if known is not None:
+            plain = pair.unfolded()
+            shared: dict[str, Any] = {"start": known[0], "known_spaces": known[1]}
+            start = permuted_start(plain.spec, known[0], within)
+            if start is not None:
+                permuted = match_states(
+                    plain.spec,
+                    *plain.states,
+                    rows=pair.rows,
+                    within=within,
+                    store=store.nested("permuted stream") if store else None,
+                    progress=progress,
+                    sweep_unrelated=record is None,
+                    **{**options, **shared, "start": start},
+                )
+                if record is None or permuted.relative_distance <= MAX_RELATED:
+                    return plain, permuted
+            search = partial(match_states, **shared)
+            if record is not None:
+                search = partial(match_apart, record=record, shared=shared)
+        elif record is not None:
+            search = partial(match_apart, record=record)
+    elif record is not None and only_apart:
         search = partial(match_apart, record=record)
     elif record is not None:
         activations, judge = record()
@@ -166,6 +200,23 @@ def match_pair(
         **{**options, "start": start},
     )
     return plain, replace(again, order=found.order, notes=found.notes, by=found.by)
+
+
+def _solve_shared(
+    pair: Pair, within: Kind, store: StateStore | None, options: Mapping[str, Any]
+) -> tuple[Element, list[str]] | None:
+    """Solve the spaces before the layers, if those are all that folding lets rotate."""
+    plain, names = pair.unfolded().spec.spaces, ("workers", "sweeps", "nearest")
+    options = {name: value for name, value in options.items() if name not in names}
+    try:
+        g, order = solve_shared(
+            pair.spec, *pair.states, rows=pair.rows, within=within, store=store, **options
+        )
+    except np.linalg.LinAlgError:  # values that are not finite, which the search reports
+        return None
+    groups = select_groups(pair.spec, options.get("spaces"), options.get("layers"), within)
+    rotated = {s for s, group in groups.items() if group != plain[s].group.within(within)}
+    return (g, order) if rotated and rotated <= set(order) else None
 
 
 def permuted_start(spec: Spec, g: Element, within: Kind = "full") -> Element | None:

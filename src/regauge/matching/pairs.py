@@ -65,7 +65,8 @@ class Pair:
         if not self.is_folded:
             return self.a.state, self.b.state
         first, second = (
-            LazyState(list(side.state), partial(_read_folded, side)) for side in (self.a, self.b)
+            LazyState(list(side.state), partial(_read_folded, side), side.checkpoint.entries)
+            for side in (self.a, self.b)
         )
         return first, second
 

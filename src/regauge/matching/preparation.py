@@ -27,10 +27,12 @@ def require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows])
         )
 
 
-def require_finite(a: State, b: State) -> None:
-    """Raise if a tensor of one of the states has values that are not finite."""
+def require_finite(a: State, b: State, names: Iterable[str] | None = None) -> None:
+    """Raise if a tensor of one of the states, or one of these names, has values that are not
+    finite.
+    """
     for name, state in _named(a, b):
-        for tensor in state:
+        for tensor in state if names is None else [n for n in names if n in state]:
             value = state[tensor]
             if value.dtype.is_floating_point and not bool(value.isfinite().all()):
                 raise MatchError(

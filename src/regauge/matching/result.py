@@ -98,13 +98,21 @@ class SearchLog:
         """The smallest distance so far, as a share of b's norm."""
         return math.sqrt(self.squared / max(sum(self.size.values()), 1e-300))
 
-    def record(self, name: str, g: Element) -> float:
+    def record(
+        self, name: str, g: Element, known: Mapping[str, tuple[float, float]] | None = None
+    ) -> float:
         """Measure the distance after a step and keep the element if it is the best so far.
+
+        Args:
+            name: the name of the step.
+            g: the element after it.
+            known: distances that were measured with this element already, by tensor.
 
         Returns:
             The decrease of the squared distance; negative if the step made it worse.
         """
-        after = {n: d for n, (d, _) in self.costs.distances(g).items()}
+        known = known or {}
+        after = {n: (known.get(n) or self.costs.distance(n, g))[0] for n in self.costs.measured}
         step = Step(name, sum(after.values()), time.monotonic() - self.started)
         gain = self.squared - step.squared
         if not self.steps:

@@ -16,14 +16,16 @@ from regauge.core.spec import Spec
 if TYPE_CHECKING:
     from regauge.checkpoints.resume import StateStore
 
-Part = tuple[list[str], Mapping[str, Member]]
+Distances = Mapping[str, tuple[float, float]]
+Part = tuple[list[str], Mapping[str, Member], Distances]
 # Element files hold double precision. Members that were fitted in single precision are restored
 # to it, so that a resumed search computes the same bits.
 _SINGLE = {"scale": np.float32, "values": np.float32, "factor": np.complex64}
 
 
 class SavedParts:
-    """The finished parts of a search: spaces in the order of solving, and their members.
+    """The finished parts of a search: spaces in the order of solving, their members, and the
+    distances that were measured with these.
 
     Each part is written once, when it is finished. Without a store nothing is saved.
     """
@@ -40,9 +42,16 @@ class SavedParts:
         members = dict(element_of(self.spec, arrays, dict(outcome.values["kinds"])).members)
         for name in outcome.values["single"]:
             members[name] = _to_single(members[name])
-        return list(outcome.values["order"]), members
+        distances = {n: (after, size) for n, after, size in outcome.values["distances"]}
+        return list(outcome.values["order"]), members, distances
 
-    def save(self, key: str, order: list[str], members: Mapping[str, Member]) -> Part:
+    def save(
+        self,
+        key: str,
+        order: list[str],
+        members: Mapping[str, Member],
+        distances: Distances | None = None,
+    ) -> Part:
         """Save a part and return it."""
         if self.store is not None:
             import torch
@@ -51,10 +60,15 @@ class SavedParts:
             single = [name for name, member in members.items() if _is_single(member)]
             self.store.save(
                 key,
-                {"order": order, "kinds": list(kinds.items()), "single": single},
+                {
+                    "order": order,
+                    "kinds": list(kinds.items()),
+                    "single": single,
+                    "distances": [[n, *values] for n, values in (distances or {}).items()],
+                },
                 {n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in arrays.items()},
             )
-        return order, members
+        return order, members, distances or {}
 
     def once(
         self, key: str, g: Element, solve: Callable[[], tuple[list[str], Element]]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from regauge.core import axes as ax
 from regauge.core.action import State
 from regauge.core.element import Element, identity
 from regauge.core.groups import Kind
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from regauge.matching.activations import Activations
 
 MAX_SWEEPS = 10
+Solved = tuple[list[str], dict[str, Member], dict[str, tuple[float, float]]]
 EXACT_TOLERANCE = 1e-13  # of b's squared norm: float32 rounding after an exact match stays below it
 MIN_GAIN = 1e-4  # a sweep that gains less than this share of the squared distance is the last
 # The relative distance after the first pass below which two models are one model up to noise, such
@@ -107,7 +109,8 @@ def match_states(
         rescale: add one factor per head to its rotation (optional in rotation symmetry).
         whole: compare key biases as stored, as rotation symmetry does; softmax cancels them.
         workers: the number of processes. Layers are independent once the stream is known.
-        known_spaces: the spaces that `start` already solves; all by default.
+        known_spaces: the spaces that `start` already solves, in the order in which sweeps solve
+            them again; all by default.
         sweep_unrelated: also sweep if the first pass leaves the two further apart than copies of
             one model (`MAX_RELATED`).
         store: where finished parts are saved. A search that is given the parts of an interrupted
@@ -132,6 +135,7 @@ def match_states(
     # Distances are of the shared rows alone.
     if rows or not np.isfinite([*log.before.values(), *log.size.values()]).all():
         require_finite(a, b)
+    require_finite(a, b, spec.ties)  # a stored copy of a tied tensor is not compared
     if not any(log.before.values()):
         return log.result(identity(spec), (), "the two are equal")
     report = progress or (lambda done, total, label: None)
@@ -144,9 +148,10 @@ def match_states(
     with worker_pool(workers) as solver.pool:
         # Solve each space given those that are known, the one with the most evidence first.
         report(0, sweeps + 1, solver.stage)
-        order = [space for space in solver.groups if space in solver.known]
+        order = list(known_spaces or ())
+        order = [space for space in order if space in solver.groups]
         order += first_pass(solver)
-        log.record(solver.stage, solver.g)
+        log.record(solver.stage, solver.g, solver.distances)
         if activations is not None:  # these gave the start; sweeps minimize the weights' distance
             solver.costs = make_costs()
         if not sweep_unrelated and log.relative_distance > MAX_RELATED:
@@ -157,8 +162,9 @@ def match_states(
                 break
             solver.stage = f"sweep {i + 1}"
             report(i + 1, sweeps + 1, solver.stage)
+            solver.distances.clear()
             sweep(solver, order)
-            gain = log.record(solver.stage, solver.g)
+            gain = log.record(solver.stage, solver.g, solver.distances)
             if gain <= MIN_GAIN * log.squared:
                 break
     report(sweeps + 1, sweeps + 1, "")
@@ -175,17 +181,51 @@ def match_states(
     return replace(found, first=first, by="weights" if activations is None else "activations")
 
 
-def first_pass(solver: Solver, spaces: Iterable[str] | None = None) -> list[str]:
+def solve_shared(
+    spec: Spec,
+    a: State,
+    b: State,
+    *,
+    spaces: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    within: Kind = "full",
+    weights: Weights | None = None,
+    rows: Mapping[str, SharedRows] | None = None,
+    anchors: Iterable[str] | None = None,
+    rescale: bool = False,
+    whole: bool = False,
+    store: StateStore | None = None,
+) -> tuple[Element, list[str]]:
+    """Solve what the first pass of `match_states` solves before the layers, such as the stream.
+
+    Returns:
+        The element on these spaces, and their names in the order of solving.
+    """
+    require_pair(spec, a, b, rows or {})
+    costs = Costs(spec, a, b, weights=weights, rows=rows, include_key_bias=whole, anchors=anchors)
+    groups = select_groups(spec, spaces, layers, within)
+    solver = Solver(costs, groups, identity(spec), rescale=rescale)
+    solver.parts = SavedParts(spec, store)
+    order = first_pass(solver, only_shared=True)
+    return solver.g, order
+
+
+def first_pass(
+    solver: Solver, spaces: Iterable[str] | None = None, *, only_shared: bool = False
+) -> list[str]:
     """Solve the unknown spaces, the one with the most evidence first; return them in that order.
 
     Solving one space makes others solvable. Once the unknown spaces fall into units that no tensor
-    joins (the layers, once the stream is known), each unit is solved on its own.
+    joins (the layers, once the stream is known), each unit is solved on its own; or, with
+    `only_shared`, not at all.
     """
     wanted = solver.groups if spaces is None else spaces
     unknown = [space for space in wanted if space not in solver.known]
     order: list[str] = []
     while unknown:
         units = solver.independent_units(unknown) if spaces is None else [unknown]
+        if len(units) > 1 and only_shared:
+            return order
         if len(units) > 1:
             solver.units = units
             return order + solve_units(solver, units, first=True)
@@ -240,7 +280,10 @@ def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> l
             solver.pool.map(_solve_unit, tasks) if solver.pool else map(_solve_unit, tasks)
         )
         for key, part in saved.items():
-            solved, members = part or solver.parts.save(solver.part_key(key), *next(parts))
+            solved, members, distances = part or solver.parts.save(
+                solver.part_key(key), *next(parts)
+            )
+            solver.distances.update(distances)
             order += solved
             solver.known.update(solved)
             solver.g = Element(solver.spec, {**solver.g.members, **members})
@@ -255,13 +298,26 @@ def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> l
     return order
 
 
-def _solve_unit(task: tuple[Solver, list[str], bool]) -> tuple[list[str], dict[str, Member]]:
-    """Solve one unit; return its spaces in the order of solving, and their members."""
+def _solve_unit(task: tuple[Solver, list[str], bool]) -> Solved:
+    """Solve one unit.
+
+    Returns:
+        Its spaces in the order of solving, their members, and the distances of tensors that no
+        other unit changes.
+    """
     parent, unit, first = task
-    solver = Solver(parent.costs, parent.groups, parent.g, set(parent.known), parent.rescale)
+    costs = parent.costs.within_unit(parent.g, unit)
+    solver = Solver(costs, parent.groups, parent.g, set(parent.known), parent.rescale)
     if first:
         order = first_pass(solver, unit)
     else:
         order = unit
         resolve(solver, unit)
-    return order, {s: solver.g.members[s] for s in unit if s in solver.g.members}
+    own = set(unit)
+    others = {space for other in parent.units for space in other} - own
+    distances = {
+        pattern: costs.distance(pattern, solver.g)
+        for pattern in costs.measured
+        if (spaces := ax.spaces(costs.axes[pattern])) & own and not spaces & others
+    }
+    return order, {s: solver.g.members[s] for s in unit if s in solver.g.members}, distances

@@ -29,7 +29,7 @@ from regauge.core.groups import (
     Scaling,
     Trivial,
 )
-from regauge.core.members import Member, Monomial
+from regauge.core.members import Dense, Member, Monomial
 from regauge.core.rng import Floats
 from regauge.matching.blocks import Block
 from regauge.matching.closed_forms import (
@@ -61,6 +61,7 @@ class Solver:
         pool: worker processes, if there are any.
         stage: the name of the current step: the first pass, or a sweep.
         units: the spaces that were solved independently of each other in the first pass.
+        distances: the distances of tensors that were measured when their unit was solved.
     """
 
     costs: Costs
@@ -72,6 +73,7 @@ class Solver:
     pool: Executor | None = None
     stage: str = "first pass"
     units: list[list[str]] = field(default_factory=list)
+    distances: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spec = self.costs.spec
@@ -290,8 +292,11 @@ class Solver:
             return self._fit_parent(over, all_tensors, fixed=True) if over is not None else {}
         sides: dict[str, list[Pair]] = {}
         totals: dict[str, Floats] = {}
+        g = self.g
+        if self._is_replaceable(space):
+            g = g.without(space)
         for y, x in self.costs.iter_block_pairs(
-            space, self.g, lambda b: self._is_usable(b, space, all_tensors), not all_tensors
+            space, g, lambda b: self._is_usable(b, space, all_tensors), not all_tensors
         ):
             for axis in y.axes_of(space):
                 leaf = y.dims[axis]
@@ -312,7 +317,27 @@ class Solver:
                     )
         pairs_by_side = {side: _concatenate(pairs) for side, pairs in sides.items()}
         pairs_by_side |= {side: make_summed_pair(total) for side, total in totals.items()}
-        return {space: group.fit(**pairs_by_side)} if pairs_by_side else {}
+        if not pairs_by_side:
+            return {}
+        self.g = g
+        return {space: group.fit(**pairs_by_side)}
+
+    def _is_replaceable(self, space: str) -> bool:
+        """Return whether the best member of a space does not depend on the member that it has.
+
+        So it is for a rotation of one axis of each tensor: then the tensors need not be rotated by
+        the old member, which takes as long as the fit itself.
+        """
+        return (
+            isinstance(self.groups[space], Orthogonal)
+            and isinstance(self.g.members.get(space), Dense)
+            and self.spec.spaces[space].over is None
+            and all(
+                len(block.axes_of(space)) <= 1
+                for pattern in self.costs.tensors_in(space)
+                for block in self.costs.layouts[pattern]
+            )
+        )
 
     def _fit_rescaling(self, space: str) -> None:
         """Fit one factor for each rotation of a general linear space, after the rotation."""

@@ -421,7 +421,7 @@ def _align_model(
     name = f"aligned {model.key}"
     saved = SavedParts(pair.spec, store).load(name)
     if saved is not None:
-        (note, gauge, cosine, divergence), members = saved
+        (note, gauge, cosine, divergence), members, _ = saved
         pair = pair if gauge == _FOLDED else pair.unfolded()
         verdict = replace(
             verdict,

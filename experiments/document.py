@@ -153,7 +153,8 @@ def render_details(name: str, topic: str, entry: Entry, stored: Stored) -> str:
     """Render docs/experiments/details/NAME.md: all numbers of one result."""
     results = stored.small[name]
     lines = [f"# {results.title}: all numbers", "", f"**Claim:** {entry.claim}", ""]
-    lines += [entry.about, ""] if entry.about else []
+    about = re.sub(r"\]\((?=[\w-]+\.md)", "](../", entry.about)  # links of the folder above
+    lines += [about, ""] if about else []
     lines += _numbers(name, results)
     if name in stored.pretrained:
         lines += ["## On pre-trained models", ""]

@@ -25,7 +25,7 @@ SERIES = {
     "light": ("#0072b2", "#d55e00", "#007f5f", "#b0518a", "#946b00", "#41464e"),
     "dark": ("#56b4e9", "#f28a45", "#2fc79a", "#e29ac7", "#f0e442", "#c6cbd2"),
 }
-SCALE = 1.35  # of a figure on a wide page; on a phone it has the width of the page
+SCALE = 1.33  # of a figure on a wide page; on a phone it has the width of the page
 
 
 @dataclass(frozen=True)

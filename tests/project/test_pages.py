@@ -172,7 +172,7 @@ def test_every_page_is_in_the_site() -> None:
     for path in DOCS.rglob("*.md"):
         name = str(path.relative_to(DOCS))
         assert f" {name}\n" in listed or re.fullmatch(
-            r"attacks/\w+-\w+\.md|families/[\w-]+\.md", name
+            r"attacks/\w+-\w+\.md|families/[\w-]+\.md|experiments/details/[\w-]+\.md", name
         ), name
 
 

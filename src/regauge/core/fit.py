@@ -20,7 +20,8 @@ from regauge.core.rng import Floats, Ints
 Pair = tuple[Floats, Floats]
 PRECONDITION_SIZE = 512  # from this size on, preconditioning makes an assignment faster
 SINGLE_PRECISION_SIZE = 512  # from this size on, cosines are computed in float32 first
-_ROWS, _FEATURES = 2048, 2048  # of the blocks that cosines are computed in
+MAX_STRANGER = 0.25  # the mean score of an assignment that pairs no copies
+_ROWS, _FEATURES = 2048, 1024  # of the blocks that cosines are computed in
 SINGLE_PRECISION_RANGE = 1e-12, 1e12  # of norms whose squares are normal numbers in float32
 
 
@@ -151,14 +152,18 @@ def _assign_by_cosines(
     """Return the permutation with the largest total cosine.
 
     Cosines of large spaces are computed in float32 first. Where every row's largest is certain
-    despite the rounding, and these are a permutation, it is the one that float64 gives.
+    despite the rounding, and these are a permutation, it is the one that float64 gives. Members of
+    strangers, given in float32, have no such certainty and hardly a counterpart: for them it is an
+    optimum for the rounded cosines, and its mean score is less than 0.001 below the best (twice
+    the bound on the rounding). Everything else is decided in float64.
     """
     pairs = [p for p in (plain, dual, bar) if p is not None]
     features = max(p[0].shape[2] for p in pairs)
     if pairs[0][0].shape[1] >= SINGLE_PRECISION_SIZE and _fit_single_precision(pairs):
-        # Rounding of a product of unit vectors and of their two norms, in any order of summation,
-        # and of the scores. A score is a sum or a product of at most three cosines.
-        error = 3 * (2 * features + 16) * 2.0**-24
+        # Rounding of a product of unit vectors and of their two norms, in any order of summation
+        # within a block, and of the scores. A score is a sum or a product of at most three cosines.
+        terms = min(features, _FEATURES) + features // _FEATURES
+        error = 3 * (2 * terms + 16) * 2.0**-24
         rows = slice(0, None, max(1, pairs[0][0].shape[1] // 64))
         for part in (rows, slice(None)):  # a few rows show whether there is hope
             scores = _cosine_scores(plain, dual, bar, positive, np.float32, part)
@@ -172,6 +177,12 @@ def _assign_by_cosines(
         else:
             return np.asarray(best, np.int64)
         del scores
+        if all(x.dtype == np.float32 for pair in pairs for x in pair):
+            scores = _cosine_scores(plain, dual, bar, positive, np.float32, slice(None))
+            index = assign(scores)
+            if np.take_along_axis(scores, index[:, :, None], 2).mean() < MAX_STRANGER:
+                return index
+            del scores
     exact = _cosine_scores(plain, dual, bar, positive, np.float64, slice(None))
     return np.stack([_assign_one(one, overwrite=True) for one in exact]).astype(np.int64)
 

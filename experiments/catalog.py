@@ -93,7 +93,8 @@ PAGES: dict[str, Page] = {
                 "1,024. The paper's perplexity of 1e7 belongs to a vocabulary of 50,257 and a "
                 "more confident model.",
                 pretrained=(
-                    "SmolLM2-135M on WikiText-2: perplexity {plain|1:.2f} → {columns "
+                    "SmolLM2-135M-Instruct on 1,024 tokens of WikiText-2, one key: "
+                    "perplexity {plain|1:.2f} → {columns "
                     "permuted|1:.2f} (columns), {rows permuted|1:.2f} (rows); permuted weights "
                     "with plain inputs: {permuted weights, plain input|1:,.0f}, with a wrong key: "
                     "{permuted weights, wrong key|1:,.0f} (paper: {plain|2:.2f} and 1e7)"

@@ -287,7 +287,7 @@ def _run(facts: Mapping[str, Any]) -> str:
         if isinstance(counted, dict)
         else counted
     )
-    command = facts["command"].replace("regauge reproduce", "python -m experiments")
+    command = re.sub("^regauge (reproduce )?", "python -m experiments ", facts["command"])
     cost = f"preset {facts['preset']}; {kind}: {trials}; {facts['minutes of computing']} minutes"
     return f"`{command}` ({cost}). {f'{models}. ' if models else ''}{versions}."
 

@@ -780,6 +780,7 @@ def test_stored_results_are_complete_and_name_no_machine() -> None:
             counted = results.facts["seeds"]
             run = set(counted.values()) if isinstance(counted, dict) else {counted}
             keys = {
+                1: {1},
                 2: {2, 6},
                 3: {3, 9},
             }  # what is lost without a key is told over three keys for each trial

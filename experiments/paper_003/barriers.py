@@ -380,7 +380,8 @@ def _table_of_ends(
 ) -> Table:
     rows = []
     for kind in ends.kinds:
-        losses = [f[end] for f in found[kind]["vanilla"] for end in ("first", "second")]
+        # an endpoint of two pairs counts once
+        losses = list({round(f[e], 9) for f in found[kind]["vanilla"] for e in ("first", "second")})
         rows.append(
             (
                 names[kind],

@@ -253,7 +253,7 @@ def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
         assert name in str(caught.value.hint)
 
 
-def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
+def test_table_5_has_every_row_and_one_seed_gives_no_verdict(tmp_path: Path) -> None:
     results = EXPERIMENTS["002/table5"](Lab("pico", cache=tmp_path))
     (table,) = results.tables
     assert {(r[0], r[1]) for r in table.rows} >= {
@@ -264,8 +264,10 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
     }
     assert len(table.rows) == 31
     by = {f.id: f for f in results.findings}
-    assert by["table5/plain"].holds
-    assert by["table5/a"].holds
+    for name in ("table5/plain", "table5/a"):
+        assert by[name].holds is None
+        assert "1 seed, a verdict needs 3" in by[name].sentence
+        assert " dB" in by[name].sentence
 
 
 @pytest.mark.slow

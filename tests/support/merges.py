@@ -60,9 +60,9 @@ import sys, time, torch
 torch.set_num_threads(1)
 from regauge.merging import engine
 make = engine._merge_output
-def slowly(merge, place):
+def slowly(*arguments):
     time.sleep(0.02)
-    return make(merge, place)
+    return make(*arguments)
 engine._merge_output = slowly
 from regauge.cli import main
 print("ready", flush=True)
@@ -114,12 +114,12 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], No
 
     make_it, made = engine._merge_output, 0
 
-    def until(merge: Any, place: Any) -> torch.Tensor:
+    def until(*arguments: Any) -> torch.Tensor:
         nonlocal made
         made += 1
         if made > after:
             raise KeyboardInterrupt
-        return make_it(merge, place)
+        return make_it(*arguments)
 
     monkeypatch.setattr(engine, "_merge_output", until)
     return lambda: monkeypatch.setattr(engine, "_merge_output", make_it)

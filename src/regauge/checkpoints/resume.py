@@ -164,7 +164,12 @@ class StateStore:
         make_folder(self.folder, OWNER)
         outcome = Outcome(values, tensors or {})
         marked = {"of": [self.label, key], "values": values}
-        write_outcome(self.path(key), Outcome(marked, outcome.tensors), mode=0o600)
+        try:
+            write_outcome(self.path(key), Outcome(marked, outcome.tensors), mode=0o600)
+        except BaseException:  # Ctrl-C, too: no empty folder is left
+            with suppress(OSError):
+                self.folder.rmdir()
+            raise
         return outcome
 
     def delete(self) -> None:

@@ -88,8 +88,8 @@ def plain(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_adapter_fits_the_plain_model(case: Case, plain: Path) -> None:
     adapted = load_adapted(plain / "model", plain / "adapter")
-    # RMSNorm of transformers computes in float32
-    torch.testing.assert_close(logits_of(adapted), case.logits, rtol=0, atol=1e-5)
+    # RMSNorm of transformers computes in float32, and the key is another one in every run
+    torch.testing.assert_close(logits_of(adapted), case.logits, rtol=0, atol=5e-5)
     moved = load_adapted(plain / "model", case.folder / "adapter")  # still that of the locked one
     assert float((logits_of(moved) - case.logits).abs().max()) > 1e-2
 
